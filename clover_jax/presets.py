@@ -85,7 +85,7 @@ def clover_nano() -> ModelConfig:
         **{
             "moe.num_experts": 32,
             "moe.top_k": 4,
-            "moe.intermediate": 64,
+            "moe.intermediate": 48,
             "moe.shared_intermediate": 64,
         },
     )

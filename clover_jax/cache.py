@@ -1,0 +1,111 @@
+"""What a prefix leaves behind: KV cells, GDN states, conv rings, and the last hidden vector."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from clover_jax.config import ModelConfig
+from clover_jax.errors import CloverError
+from pallas_kernels.block_attention import KV_TILE
+
+
+@struct.dataclass
+class DecodeCache:
+    """Left-aligned and right-padded: row r holds `length[r]` committed tokens.
+
+    Cells at or past `length` cannot matter, whatever they hold.
+    """
+
+    k: Float[Array, "groups rows capacity kv_heads channel"]  # normed and rotated
+    v: Float[Array, "groups rows capacity kv_heads channel"]
+    state: Float[Array, "groups layers rows value_heads key value"]  # float32
+    ring: Float[Array, "groups layers rows taps channels"]  # last K-1 pre-conv rows
+    hidden: Float[Array, "rows width"]  # final-normed, of the last committed token
+    length: Int[Array, " rows"]
+
+    @property
+    def capacity(self) -> int:
+        """KV cells per row."""
+        return self.k.shape[2]
+
+    @property
+    def rows(self) -> int:
+        """Batch rows."""
+        return self.length.shape[0]
+
+
+ROW_AXES = DecodeCache(k=1, v=1, state=2, ring=2, hidden=0, length=0)  # pyright: ignore
+
+
+def cache_shapes(cfg: ModelConfig, rows: int, capacity: int) -> DecodeCache:
+    """Abstract cache. The capacity is rounded up to whole KV tiles, so that it never matters."""
+    a, d, g, dtype = cfg.attention, cfg.delta, cfg.num_groups, jnp.dtype(cfg.dtype)
+    cells = -(-capacity // KV_TILE) * KV_TILE
+    kv = jax.ShapeDtypeStruct((g, rows, cells, a.num_kv_heads, a.head_dim), dtype)
+    lead = (g, cfg.linear_per_group, rows)
+    state = (*lead, d.num_value_heads, d.key_head_dim, d.value_head_dim)
+    shapes: Any = DecodeCache(
+        k=kv,
+        v=kv,
+        state=jax.ShapeDtypeStruct(state, jnp.float32),
+        ring=jax.ShapeDtypeStruct((*lead, d.conv_kernel - 1, d.conv_channels), dtype),
+        hidden=jax.ShapeDtypeStruct((rows, cfg.hidden_size), dtype),
+        length=jax.ShapeDtypeStruct((rows,), jnp.int32),
+    )
+    return shapes
+
+
+def empty_cache(cfg: ModelConfig, rows: int, capacity: int) -> DecodeCache:
+    """A cache with nothing committed: zero state and ring, as at the start of a text."""
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), cache_shapes(cfg, rows, capacity))
+
+
+def check_capacity(cfg: ModelConfig, length: int, new_tokens: int, capacity: int) -> None:
+    """Refuse work that would not fit, before anything is written.
+
+    Raises:
+        CloverError: more tokens than the cache or the model's context holds.
+    """
+    limit = min(capacity, cfg.max_position_embeddings)
+    if length + new_tokens > limit:
+        raise CloverError(
+            f"{length} tokens are committed and {new_tokens} more are asked for, but the context "
+            f"holds {limit}: shorten the prompt or ask for fewer tokens"
+        )
+
+
+def take_rows(cache: DecodeCache, rows: Int[Array, " kept"]) -> DecodeCache:
+    """The cache of some rows, in that order: how rows leave a running batch."""
+    return jax.tree.map(lambda a, axis: jnp.take(a, rows, axis=axis), cache, ROW_AXES)
+
+
+def join_rows(first: DecodeCache, second: DecodeCache) -> DecodeCache:
+    """The rows of two caches of one capacity: how rows join a running batch."""
+    if first.capacity != second.capacity:
+        raise CloverError(
+            f"cannot join caches of capacity {first.capacity} and {second.capacity}: make both "
+            "with the same capacity"
+        )
+    join = lambda a, b, axis: jnp.concatenate([a, b], axis=axis)
+    return jax.tree.map(join, first, second, ROW_AXES)
+
+
+def snapshot(cache: DecodeCache) -> DecodeCache:
+    """A copy that survives the donation of the original."""
+    return jax.tree.map(jnp.copy, cache)
+
+
+def bytes_per_token(cfg: ModelConfig) -> int:
+    """KV bytes that each committed token adds to a row."""
+    a = cfg.attention
+    return cfg.num_groups * 2 * a.num_kv_heads * a.head_dim * jnp.dtype(cfg.dtype).itemsize
+
+
+def bytes_per_row(cfg: ModelConfig) -> int:
+    """Bytes of a row's GDN states and rings, whatever its length."""
+    shapes = cache_shapes(cfg, 1, KV_TILE)
+    size = lambda s: s.size * s.dtype.itemsize
+    return size(shapes.state) + size(shapes.ring)

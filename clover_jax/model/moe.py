@@ -1,0 +1,262 @@
+"""Mixture of experts (qwen36 section 3.5): softmax router, top-k, renormalised, plus one shared.
+
+The router runs in float32 and a row's experts are added up in ascending expert id, so the paths
+below differ in speed only.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from clover_jax.config import ModelConfig
+from clover_jax.env import Env
+from clover_jax.model.coreset import coreset
+from clover_jax.params import ParamSpec, normal
+from pallas_kernels.grouped_matmul import grouped_matmul, plan
+
+
+@struct.dataclass
+class ExpertParams:
+    """Routed experts; of gate_up_proj's last axis the first half is the gate."""
+
+    gate_up_proj: Any  # [experts, d, 2 width]
+    down_proj: Any  # [experts, width, d]
+
+
+@struct.dataclass
+class SharedExpertParams:
+    """The expert that always runs."""
+
+    gate_proj: Any  # [d, width]
+    up_proj: Any  # [d, width]
+    down_proj: Any  # [width, d]
+
+
+@struct.dataclass
+class MoEParams:
+    """Weights of one MoE layer."""
+
+    gate: Any  # [d, experts], the router
+    experts: ExpertParams
+    shared_expert: SharedExpertParams
+    shared_expert_gate: Any  # [d, 1]
+
+
+class Routing(NamedTuple):
+    """Each position's experts in ascending id and their weights."""
+
+    expert: Int[Array, "rows time k"]
+    weight: Float[Array, "rows time k"]
+
+
+@struct.dataclass
+class RouterStats:
+    """What one layer's routing did, per batch row. Sums run over valid positions only."""
+
+    touched: Bool[Array, "rows experts"]  # experts that ran for this row
+    assigned: Float[Array, "rows experts"]  # sum of top-k membership
+    prob: Float[Array, "rows experts"]  # sum of router softmax
+    z: Float[Array, " rows"]  # sum of logsumexp(logits)²
+    margin: Float[Array, " rows"]  # smallest gap between the k-th and the next router logit
+    coreset_margin: Float[Array, " rows"]  # smallest |share - top_p|, inf without a coreset
+
+
+def moe_specs(cfg: ModelConfig) -> MoEParams:
+    """Specs of one MoE layer."""
+    m, d, w = cfg.moe, cfg.hidden_size, normal(cfg.initializer_range)
+    spec = lambda shape, axes: ParamSpec(shape, axes, w, cfg.dtype)
+    into = spec((d, m.shared_intermediate), ("embed", "expert_width"))
+    return MoEParams(
+        gate=ParamSpec((d, m.num_experts), ("embed", None), w, jnp.float32),
+        experts=ExpertParams(
+            gate_up_proj=spec(
+                (m.num_experts, d, 2 * m.intermediate), ("experts", "embed", "expert_width")
+            ),
+            down_proj=spec(
+                (m.num_experts, m.intermediate, d), ("experts", "expert_width", "embed")
+            ),
+        ),
+        shared_expert=SharedExpertParams(
+            gate_proj=into,
+            up_proj=into,
+            down_proj=spec((m.shared_intermediate, d), ("expert_width", "embed")),
+        ),
+        shared_expert_gate=spec((d, 1), ("embed", None)),
+    )
+
+
+def moe(
+    p: MoEParams,
+    x: Float[Array, "rows time width"],
+    valid: Bool[Array, "rows time"],
+    allowed: Bool[Array, " experts"] | None,
+    blocks: tuple[int, int] | None,
+    *,
+    cfg: ModelConfig,
+    env: Env,
+) -> tuple[Float[Array, "rows time width"], RouterStats]:
+    """Routed experts plus the gated shared expert.
+
+    Args:
+        p: layer weights.
+        x: normed inputs.
+        valid: positions that exist; the others touch no expert and count nowhere.
+        allowed: experts that exist in this layer; the others get -inf before the softmax.
+        blocks: (blocks, block) when the last blocks·block positions are denoised blocks, whose
+            experts come from a coreset if the config has one.
+        cfg: sizes and switches.
+        env: expert path.
+    """
+    routing, stats = route(p, x, valid, allowed, blocks, cfg=cfg)
+    y = expert_mlp(p.experts, x, routing, valid, cfg=cfg, env=env)
+    s = p.shared_expert
+    shared = (jax.nn.silu(x @ s.gate_proj) * (x @ s.up_proj)) @ s.down_proj
+    return y + jax.nn.sigmoid(x @ p.shared_expert_gate) * shared, stats
+
+
+def route(
+    p: MoEParams,
+    x: Float[Array, "rows time width"],
+    valid: Bool[Array, "rows time"],
+    allowed: Bool[Array, " experts"] | None,
+    blocks: tuple[int, int] | None,
+    *,
+    cfg: ModelConfig,
+) -> tuple[Routing, RouterStats]:
+    """Top-k experts of every position; see `moe` for the arguments."""
+    m = cfg.moe
+    logits = x.astype(jnp.float32) @ p.gate
+    if allowed is not None:
+        logits = jnp.where(allowed[None, None], logits, -jnp.inf)
+    probs = jax.nn.softmax(logits, axis=-1)
+    sorted_logits, expert = lax.top_k(logits, min(m.top_k + 1, m.num_experts))
+    keep = valid[..., None]
+    chosen = _members(expert[..., : m.top_k], m.num_experts) & keep
+    gap = jnp.full(valid.shape, jnp.inf, jnp.float32)
+    if m.top_k < m.num_experts:
+        gap = sorted_logits[..., m.top_k - 1] - sorted_logits[..., m.top_k]
+    margin, coreset_margin = gap, jnp.full(valid.shape[:1], jnp.inf, jnp.float32)
+    expert = expert[..., : m.top_k]
+    if blocks is not None and m.coreset is not None:
+        size = blocks[0] * blocks[1]
+        by_block = lambda a: a[:, -size:].reshape(a.shape[0], *blocks, *a.shape[2:])
+        members, crossing = coreset(
+            by_block(probs), by_block(chosen), by_block(valid), cfg=m.coreset, top_k=m.top_k
+        )
+        inside = jnp.where(members[:, :, None], by_block(logits), -jnp.inf)
+        restricted = lax.top_k(inside, m.top_k)[1].reshape(x.shape[0], size, m.top_k)
+        expert = jnp.concatenate([expert[:, :-size], restricted], axis=1)
+        coreset_margin = jnp.min(crossing, axis=1)
+    expert = jnp.sort(expert, axis=-1)
+    weight = jnp.take_along_axis(probs, expert, axis=-1)
+    if m.norm_topk_prob:
+        weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
+    stats = RouterStats(
+        touched=jnp.any(_members(expert, m.num_experts) & keep, axis=1),
+        assigned=jnp.sum(chosen.astype(jnp.float32), axis=1),
+        prob=jnp.sum(jnp.where(keep, probs, 0.0), axis=1),
+        z=jnp.sum(jnp.where(valid, jax.nn.logsumexp(logits, axis=-1) ** 2, 0.0), axis=1),
+        margin=jnp.min(jnp.where(valid, margin, jnp.inf), axis=1),
+        coreset_margin=coreset_margin,
+    )
+    return Routing(expert, weight), stats
+
+
+def _members(expert: Int[Array, "*rows k"], num_experts: int) -> Bool[Array, "*rows experts"]:
+    ids = jnp.arange(num_experts, dtype=jnp.int32).reshape(*(1,) * expert.ndim, num_experts)
+    return jnp.any(expert[..., None] == ids, axis=-2)
+
+
+def expert_mlp(
+    p: ExpertParams,
+    x: Float[Array, "rows time width"],
+    routing: Routing,
+    valid: Bool[Array, "rows time"],
+    *,
+    cfg: ModelConfig,
+    env: Env,
+) -> Float[Array, "rows time width"]:
+    """sum over a position's experts of weight · down(silu(gate x) · up x), in x's dtype."""
+    rows, time, width = x.shape
+    path = env.moe_path
+    if path == "auto":
+        path = "gather" if time == 1 else "grouped"
+    flat = x.reshape(rows * time, width)
+    expert, weight = (a.reshape(rows * time, -1) for a in routing)
+    each = _PATHS[path](p, flat, expert, valid.reshape(-1), env, _tile(time, cfg, env))
+    total = jnp.zeros((rows * time, width), jnp.float32)
+    for j in range(cfg.moe.top_k):  # ascending expert id
+        total = total + weight[:, j, None] * each[:, j].astype(jnp.float32)
+    return jnp.where(valid[..., None], total.reshape(x.shape), 0.0).astype(x.dtype)
+
+
+def _tile(time: int, cfg: ModelConfig, env: Env) -> int:
+    """Rows of a tile: about what one expert gets from one batch row, a power of two from 8 on."""
+    if env.moe_tile is not None:
+        return env.moe_tile
+    mean = time * cfg.moe.top_k / cfg.moe.num_experts
+    return max(8, min(128, 1 << max(0, round(mean) - 1).bit_length()))
+
+
+def _glu(gate_up: Array) -> Array:
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def _gather(
+    p: ExpertParams, x: Array, expert: Array, valid: Array, env: Env, tile: int
+) -> Float[Array, "n k width"]:
+    """One or a few rows: fetch the chosen experts' matrices, expert by expert."""
+    del valid, env, tile
+    each = []
+    for j in range(expert.shape[1]):
+        w_in, w_out = p.gate_up_proj[expert[:, j]], p.down_proj[expert[:, j]]
+        h = _glu(jnp.einsum("nd,ndf->nf", x, w_in))
+        each.append(jnp.einsum("nf,nfd->nd", h, w_out))
+    return jnp.stack(each, axis=1)
+
+
+def _grouped(
+    p: ExpertParams, x: Array, expert: Array, valid: Array, env: Env, tile: int
+) -> Float[Array, "n k width"]:
+    """Tiles of one expert each, looped over."""
+    n, k = expert.shape
+    assigned = jnp.repeat(valid, k)
+    layout = plan(expert.reshape(-1), assigned, num_experts=p.gate_up_proj.shape[0], tile=tile)
+    padded = jnp.concatenate([x, jnp.zeros_like(x[:1])])
+    tiles = padded[jnp.minimum(layout.source // k, n)].reshape(-1, tile, x.shape[1])
+    impl = env.impl("grouped_matmul")
+    h = _glu(grouped_matmul(tiles, p.gate_up_proj, layout.tile_expert, layout.used, impl=impl))
+    y = grouped_matmul(h, p.down_proj, layout.tile_expert, layout.used, impl=impl)
+    y = y.reshape(-1, x.shape[1])
+    picked = y[jnp.minimum(layout.slot, y.shape[0] - 1)]
+    return jnp.where(assigned[:, None], picked, jnp.zeros((), x.dtype)).reshape(n, k, -1)
+
+
+def _ragged(
+    p: ExpertParams, x: Array, expert: Array, valid: Array, env: Env, tile: int
+) -> Float[Array, "n k width"]:
+    """`lax.ragged_dot`: native on TPU, every expert on CPU and CUDA."""
+    del valid, env, tile
+    n, k = expert.shape
+    order = jnp.argsort(expert.reshape(-1), stable=True)
+    sizes = jnp.bincount(expert.reshape(-1), length=p.gate_up_proj.shape[0]).astype(jnp.int32)
+    h = _glu(lax.ragged_dot(x[order // k], p.gate_up_proj, sizes))
+    y = lax.ragged_dot(h, p.down_proj, sizes)
+    return jnp.zeros_like(y).at[order].set(y).reshape(n, k, -1)
+
+
+def _dense(
+    p: ExpertParams, x: Array, expert: Array, valid: Array, env: Env, tile: int
+) -> Float[Array, "n k width"]:
+    """Every expert on every row, then a choice: the plain form the others are tested against."""
+    del valid, env, tile
+    y = jnp.einsum("nef,efd->ned", _glu(jnp.einsum("nd,edf->nef", x, p.gate_up_proj)), p.down_proj)
+    return jnp.take_along_axis(y, expert[..., None], axis=1)
+
+
+_PATHS = {"gather": _gather, "grouped": _grouped, "ragged": _ragged, "dense": _dense}

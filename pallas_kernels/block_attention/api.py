@@ -1,0 +1,66 @@
+"""Grouped-query attention over a cached prefix and, for a block, over the block itself.
+
+Query row i of a batch row sees the cached cells `0 .. limit_i - 1` and every valid position of its
+own block, both ways. Drawn for a prefix of 4 and a block of 3 (limit 4 for all three rows):
+
+            cache cells      own block
+    q0      x x x x . .      x x x
+    q1      x x x x . .      x x x
+    q2      x x x x . .      x x x
+
+A causal pass writes its keys into the cache first and has no own block: limit_i = start + i + 1.
+Cells at or past the limit cannot matter, whatever they hold (NaN included).
+"""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.block_attention import reference, xla
+from pallas_kernels.block_attention.xla import KV_TILE
+from pallas_kernels.registry import Impl, select
+
+__all__ = ["KV_TILE", "BlockKV", "block_attention"]
+
+
+class BlockKV(NamedTuple):
+    """Keys and values of the blocks themselves; queries are grouped into the same blocks."""
+
+    k: Float[Array, "rows blocks block kv_heads channel"]
+    v: Float[Array, "rows blocks block kv_heads channel"]
+    valid: Bool[Array, "rows blocks block"]
+
+
+def block_attention(
+    q: Float[Array, "rows queries heads channel"],
+    k: Float[Array, "groups rows capacity kv_heads channel"],
+    v: Float[Array, "groups rows capacity kv_heads channel"],
+    group: int | Int[Array, ""],
+    limit: Int[Array, "rows queries"],
+    own: BlockKV | None,
+    *,
+    scale: float,
+    differentiable: bool,
+    impl: Impl,
+) -> Float[Array, "rows queries heads channel"]:
+    """Attention outputs, in q's dtype; scores and softmax in float32.
+
+    Args:
+        q: queries after norm and rotation; with `own`, `queries` is blocks x block.
+        k: cached keys of all attention layers; they are read in place, never sliced out.
+        v: cached values.
+        group: which attention layer's cells to read.
+        limit: number of cached cells each query sees, at most `capacity`.
+        own: the blocks' own keys and values, or None for a causal pass.
+        scale: factor of q . k.
+        differentiable: read all tiles with a scan, so that reverse mode works; otherwise only
+            tiles below the largest limit are read.
+        impl: `reference` is one dense softmax, `xla` an online softmax over tiles of KV_TILE
+            cells anchored at cell 0, so the capacity never matters.
+
+    Raises:
+        ValueError: an implementation this op does not have.
+    """
+    table = {"reference": reference.block_attention, "xla": xla.block_attention}
+    call = select("block_attention", impl, table)
+    return call(q, k, v, group, limit, own, scale=scale, differentiable=differentiable)
