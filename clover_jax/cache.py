@@ -1,10 +1,9 @@
 """What a prefix leaves behind: KV cells, GDN states, conv rings, and the last hidden vector."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from clover_jax.config import ModelConfig
@@ -12,8 +11,7 @@ from clover_jax.errors import CloverError
 from pallas_kernels.block_attention import KV_TILE
 
 
-@struct.dataclass
-class DecodeCache:
+class DecodeCache(NamedTuple):
     """Left-aligned and right-padded: row r holds `length[r]` committed tokens.
 
     Cells at or past `length` cannot matter, whatever they hold.

@@ -7,6 +7,7 @@ been prompted with; training on the parts puts the border where generation has i
 
 import dataclasses
 import datetime
+import functools
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -83,7 +84,7 @@ def render_chat(
         "add_generation_prompt": add_generation_prompt,
     }
     try:
-        return _environment().from_string(template).render(context)
+        return _compiled(template).render(context)
     except Exception as error:  # a template is code of the checkpoint: it can raise anything
         where = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise CloverError(
@@ -216,8 +217,8 @@ def _checked_message(i: int, message: Any) -> dict[str, Any]:
     )
     if not (content is None or isinstance(content, str) or parts_ok):
         raise CloverError(
-            f"message {i} has content {reprlib.repr(content)}: expected text, null, or a list of parts, each "
-            f"an object with a type"
+            f"message {i} has content {reprlib.repr(content)}: expected text, null, or a list of "
+            f"parts, each an object with a type"
         )
     checked = dict(message)
     thoughts = next((message[k] for k in _THOUGHT_NAMES if message.get(k) is not None), None)
@@ -244,8 +245,8 @@ def _checked_calls(i: int, calls: Any) -> list[dict[str, Any]]:
                 function["arguments"] = msgspec.json.decode(arguments or "{}")
             except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:
                 raise CloverError(
-                    f"message {i} calls a tool with arguments {reprlib.repr(arguments)}, which are not JSON: "
-                    f"{error}"
+                    f"message {i} calls a tool with arguments {reprlib.repr(arguments)}: expected "
+                    f"a JSON object ({error})"
                 ) from None
         checked.append({**call, "function": function} if nested else function)
     return checked
@@ -268,6 +269,11 @@ class _GenerationTag(jinja2.ext.Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body, lineno=line)
+
+
+@functools.lru_cache(maxsize=8)  # compiling takes far longer than rendering
+def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

@@ -59,13 +59,11 @@ def _running_sum(numbers: list[int]) -> list[str]:
 
 
 def _draw_chain_sum(rng: random.Random) -> Item:
-    def term() -> int:
-        return rng.randint(0, 9) if rng.random() < 0.5 else rng.randint(10, 99)
-
-    total = term()
+    digits = [rng.choice(((0, 9), (10, 99))) for _ in range(rng.randint(2, 4))]
+    total, *numbers = (rng.randint(*bounds) for bounds in digits)
     expression, steps = str(total), []
-    for _ in range(rng.randint(1, 3)):
-        sign, number = rng.choice("+-"), term()
+    for number in numbers:
+        sign = rng.choice("+-")
         before, total = total, total + number if sign == "+" else total - number
         expression += f" {sign} {number}"
         steps.append(f"{before} {sign} {number} = {total}")

@@ -28,6 +28,7 @@ SPLITS = ("train", "val", "test")
 HELD_OUT = frozenset({("leg_counting", "2 ant, 3 cat")})
 
 EVAL_SEED = "eval"
+EVAL_MAX_REPEATS = 200  # known problems in a row after which a family counts as used up
 
 
 @dataclass(frozen=True)
@@ -390,7 +391,7 @@ def stream(mix: Mix, seed: int | str, split: str, start: int = 0) -> Iterator[It
 def eval_set(task: str, split: str, n: int) -> list[Item]:
     """The first `n` distinct problems of a split; a smaller set is a prefix of a larger one.
 
-    Fewer come back if the family runs out: after 200 repeats in a row.
+    Fewer come back if the family runs out, that is after `EVAL_MAX_REPEATS` known ones in a row.
 
     Raises:
         CloverError: unknown task or split.
@@ -398,7 +399,7 @@ def eval_set(task: str, split: str, n: int) -> list[Item]:
     found: dict[str, Item] = {}
     repeats = 0
     for item in stream(Mix(((task, 1.0),)), EVAL_SEED, split):
-        if len(found) >= n or repeats >= 200:
+        if len(found) >= n or repeats >= EVAL_MAX_REPEATS:
             break
         repeats = repeats + 1 if item.problem in found else 0
         found.setdefault(item.problem, item)

@@ -254,7 +254,7 @@ class StopStrings:
             if reached == len(string):
                 start = end - reached
                 self._start = start if self._start is None else min(self._start, start)
-                reached = borders[-1]
+                reached = 0  # no later occurrence of this string can win
             self._reached[i] = reached
 
     def _release(self, count: int) -> str:
@@ -290,6 +290,16 @@ class _AddedToken(msgspec.Struct):
 class _NamedTemplate(msgspec.Struct):
     name: str
     template: str
+
+
+class _BPE(msgspec.Struct):
+    continuing_subword_prefix: str | None = None
+    end_of_word_suffix: str | None = None
+    dropout: float | None = None
+
+
+class _TokenizerFile(msgspec.Struct):
+    model: _BPE
 
 
 class _TokenizerConfig(msgspec.Struct):
@@ -342,9 +352,13 @@ def _read_json[T](path: Path, kind: type[T], missing: str | None = None) -> T:
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    text = _read_text(path)
+    # Byte-level BPE has no affixes (with a wrong one the library aborts), and dropout is random.
+    model = _read_json(path, _TokenizerFile).model
+    for name, value in msgspec.structs.asdict(model).items():
+        if value:
+            raise CloverError(f"{path}: model.{name} is {reprlib.repr(value)}: expected null")
     try:
-        backend = tokenizers.Tokenizer.from_str(text)
+        backend = tokenizers.Tokenizer.from_str(_read_text(path))
     except Exception as error:  # the binding raises bare Exception for whatever the file lacks
         raise CloverError(f"{path} is not a tokenizer: {error}; fetch it again") from None
     backend.no_padding()  # a stored limit would cut prompts, as stored padding would lengthen them

@@ -120,9 +120,9 @@ def reveal_mask(
     error = (candidate & jnp.isnan(confidence)).any(-1)
     above = candidate & (confidence > threshold[:, None])
     best = jnp.argmax(jnp.where(candidate, confidence, -1), axis=-1).astype(jnp.int32)
+    # Where any candidate is above the threshold the best one is too, so it never adds a second.
     forced = candidate & (jnp.arange(masked.shape[1], dtype=jnp.int32)[None] == best[:, None])
-    reveal = jnp.where(above.any(-1)[:, None], above, forced)
-    return reveal & ~error[:, None], error
+    return (above | forced) & ~error[:, None], error
 
 
 def _draw(

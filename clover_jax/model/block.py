@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from clover_jax.cache import DecodeCache
@@ -55,8 +56,7 @@ class Streams(NamedTuple):
     noisy: Float[Array, "rows blocks block width"] | None
 
 
-@struct.dataclass
-class CleanLayout:
+class CleanLayout(NamedTuple):
     """Where the clean rows stand."""
 
     start: Int[Array, " rows"]  # tokens before the pass
@@ -64,8 +64,7 @@ class CleanLayout:
     rope: tuple[Array, Array]
 
 
-@struct.dataclass
-class NoisyLayout:
+class NoisyLayout(NamedTuple):
     """Where the blocks stand."""
 
     before: Int[Array, "rows blocks"]  # tokens before each block
@@ -81,16 +80,14 @@ class Layout(NamedTuple):
     noisy: NoisyLayout | None
 
 
-@struct.dataclass
-class LayerTaps:
+class LayerTaps(NamedTuple):
     """GDN values before the gated norm, for calibration: causal, and of the block operator."""
 
     causal: Float[Array, "rows time value_heads value"] | None
     block: Float[Array, "rows blocks block value_heads value"] | None
 
 
-@struct.dataclass
-class LayerStats:
+class LayerStats(NamedTuple):
     """What a layer did, per batch row."""
 
     router: RouterStats
@@ -142,9 +139,9 @@ def linear_layer(
         if layout.noisy is not None and layout.noisy.index is not None:
             source = stream
         if cache is not None:
-            cache = cache.replace(  # pyright: ignore[reportAttributeAccessIssue]
-                state=cache.state.at[at.group, at.layer].set(after.state),
-                ring=cache.ring.at[at.group, at.layer].set(after.ring),
+            cache = cache._replace(
+                state=_write_layer(cache.state, after.state, at),
+                ring=_write_layer(cache.ring, after.ring, at),
             )
     if noisy is not None:
         assert layout.noisy is not None
@@ -260,12 +257,26 @@ def _prefix_state(
     cache: DecodeCache | None, at: LayerIndex, rows: int, cfg: ModelConfig
 ) -> PrefixState:
     if cache is not None:
-        return PrefixState(cache.state[at.group, at.layer], cache.ring[at.group, at.layer])
+        return PrefixState(_read_layer(cache.state, at), _read_layer(cache.ring, at))
     d = cfg.delta
     return PrefixState(
         jnp.zeros((rows, d.num_value_heads, d.key_head_dim, d.value_head_dim), jnp.float32),
         jnp.zeros((rows, d.conv_kernel - 1, d.conv_channels), cfg.dtype),
     )
+
+
+def _read_layer(a: Array, at: LayerIndex) -> Array:
+    return lax.dynamic_slice(a, _place(a, at), (1, 1, *a.shape[2:]))[0, 0]
+
+
+def _write_layer(a: Array, new: Array, at: LayerIndex) -> Array:
+    # A slice update happens in place; `.at[].set` is a scatter, which copies in a loop.
+    return lax.dynamic_update_slice(a, new[None, None], _place(a, at))
+
+
+def _place(a: Array, at: LayerIndex) -> tuple[Any, ...]:
+    index = (at.group, at.layer, *(0,) * (a.ndim - 2))
+    return tuple(jnp.asarray(i, jnp.int32) for i in index)
 
 
 def _write_cells(
@@ -275,7 +286,7 @@ def _write_cells(
     cell = lay.start[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
     cell = jnp.where(lay.valid, cell, cache.capacity)
     row = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
-    return cache.replace(  # pyright: ignore[reportAttributeAccessIssue]
+    return cache._replace(
         k=cache.k.at[group, row, cell].set(k, mode="drop"),
         v=cache.v.at[group, row, cell].set(v, mode="drop"),
     )

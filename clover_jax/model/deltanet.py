@@ -1,6 +1,6 @@
 """Gated DeltaNet, the causal path (qwen36: in_proj -> conv -> SiLU -> delta rule -> gated norm)."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +40,7 @@ class GDNParams:
     bd_softmax_history_c: Any = None  # [value_heads]
 
 
-@struct.dataclass
-class GDNInputs:
+class GDNInputs(NamedTuple):
     """Projections of some rows; pads are zeroed, with g = beta = 0."""
 
     qkv: Float[Array, "*rows time channels"]  # pre-conv
@@ -50,16 +49,14 @@ class GDNInputs:
     beta: Float[Array, "*rows time value_heads"]
 
 
-@struct.dataclass
-class PrefixState:
+class PrefixState(NamedTuple):
     """Where a block stands: the clean state and the ring of the prefix before it."""
 
     state: Float[Array, "rows value_heads key value"]
     ring: Float[Array, "rows taps channels"]
 
 
-@struct.dataclass
-class CleanStream:
+class CleanStream(NamedTuple):
     """What the state and ring before any position of a causal pass are built from."""
 
     trace: DeltaTrace

@@ -53,8 +53,7 @@ class Routing(NamedTuple):
     weight: Float[Array, "rows time k"]
 
 
-@struct.dataclass
-class RouterStats:
+class RouterStats(NamedTuple):
     """What one layer's routing did, per batch row. Sums run over valid positions only."""
 
     touched: Bool[Array, "rows experts"]  # experts that ran for this row

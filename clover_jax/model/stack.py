@@ -97,7 +97,7 @@ def apply_stack(
     Args:
         layers: stacked or a tuple.
         streams: embedded inputs.
-        cache: the prefix; written iff there is a clean stream. None: an empty prefix, differentiable.
+        cache: the prefix; written iff there is a clean stream. None: empty, differentiable.
         layout: positions.
         allowed: experts that exist, per layer.
         cfg: the model.

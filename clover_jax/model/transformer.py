@@ -1,4 +1,4 @@
-"""The passes of the model: `extend` (causal, writes), `preview` (denoises, reads), and both at once.
+"""The passes of the model: `extend` (causal, writes), `preview` (denoises, reads), and both.
 
 `extend` serves prefill (fixed chunk length), commit (block length) and the AR step (length 1).
 """
@@ -102,17 +102,24 @@ def unembed(params: Params, hidden: Float[Array, "*rows width"]) -> Float[Array,
     return (hidden @ head).astype(jnp.float32)
 
 
-def align_to_own_position(
-    x: Float[Array, "*rows block width"], before: Float[Array, "*rows width"], cfg: ModelConfig
+def align_logits(
+    x: Float[Array, "*rows block width"],
+    previous: Float[Array, "*rows width"],
+    position: Literal["same", "shifted"],
 ) -> Float[Array, "*rows block width"]:
-    """Row i of the result speaks of position i.
+    """Logits (or hidden states) of blocks, moved to the position that they speak of.
 
-    In the `shifted` reading row i of the model's output speaks of position i + 1, so the first
-    position's row is the one of the last token before the block.
+    The one place that knows the reading; sampler and loss both come through here.
+
+    Args:
+        x: row i is what the model gave at position i.
+        previous: the same of the last token before the block, from its causal pass.
+        position: `same`: row i speaks of position i. `shifted`: row i speaks of position i + 1,
+            so `previous` speaks of position 0 and the last row of no position of this block.
     """
-    if cfg.logits_position == "same":
+    if position == "same":
         return x
-    return jnp.concatenate([before[..., None, :], x[..., :-1, :]], axis=-2)
+    return jnp.concatenate([previous[..., None, :], x[..., :-1, :]], axis=-2)
 
 
 def forward(
@@ -237,6 +244,24 @@ def commit_and_preview(
     return out.cache, out.logits[:, 0], out.stats
 
 
+def next_token_logits(
+    params: Params, cache: DecodeCache, *, env: Env
+) -> Float[Array, "rows vocab"]:
+    """Causal logits of the token after each row's prefix."""
+    if env.rows == "batched":
+        return unembed(params, cache.hidden)
+    rows = cache.rows
+    count = lax.optimization_barrier(jnp.int32(rows))
+
+    def body(r: Array, out: Array) -> Array:
+        one = unembed(params, lax.dynamic_slice_in_dim(cache.hidden, r, 1, 0))
+        return lax.dynamic_update_slice_in_dim(out, one, r, 0)
+
+    return lax.fori_loop(
+        0, count, body, jnp.zeros((rows, params.embed_tokens.shape[0]), jnp.float32)
+    )
+
+
 def prefill(
     params: Params,
     tokens: Int[Array, "rows time"],
@@ -268,7 +293,7 @@ def prefill(
 def _advance(cache: DecodeCache, hidden: Any, n_valid: Array) -> DecodeCache:
     last = jnp.maximum(n_valid - 1, 0)[:, None, None]
     newest = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
-    return cache.replace(  # pyright: ignore[reportAttributeAccessIssue]
+    return cache._replace(
         hidden=jnp.where((n_valid > 0)[:, None], newest, cache.hidden),
         length=cache.length + n_valid,
     )
@@ -286,7 +311,9 @@ def _logits(
         return None
     if logits == "block":
         assert cache is not None and hidden.noisy is not None
-        return unembed(params, align_to_own_position(hidden.noisy, cache.hidden[:, None], cfg))
+        return unembed(
+            params, align_logits(hidden.noisy, cache.hidden[:, None], cfg.logits_position)
+        )
     assert hidden.clean is not None and clean is not None
     if logits == "all":
         return unembed(params, hidden.clean)

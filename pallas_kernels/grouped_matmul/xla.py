@@ -13,10 +13,19 @@ from jaxtyping import Array
 @jax.custom_vjp
 def grouped_matmul(x: Array, w: Array, tile_expert: Array, used: Array) -> Array:
     """See `api.grouped_matmul`."""
-    out = jnp.zeros((*x.shape[:2], w.shape[2]), x.dtype)
-    return lax.fori_loop(
-        0, used, lambda t, out: out.at[t].set(jnp.matmul(x[t], w[tile_expert[t]])), out
-    )
+
+
+    def step(t: Array, out: Array) -> Array:
+        y = jnp.matmul(_at(x, t), _at(w, _at(tile_expert, t)))
+        return lax.dynamic_update_index_in_dim(out, y, t, 0)
+
+    return lax.fori_loop(0, used, step, jnp.zeros((*x.shape[:2], w.shape[2]), x.dtype))
+
+
+def _at(a: Array, i: Array) -> Array:
+    # A plain slice: indexing with `a[i]` and `.at[i]` are a gather and a scatter to XLA, which
+    # copy the whole array in a loop.
+    return lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
 
 
 def _forward(x: Array, w: Array, tile_expert: Array, used: Array) -> tuple[Array, tuple]:
@@ -28,9 +37,11 @@ def _backward(saved: tuple, dy: Array) -> tuple:
 
     def step(t: Array, grads: tuple[Array, Array]) -> tuple[Array, Array]:
         dx, dw = grads
-        e = tile_expert[t]
-        dx = dx.at[t].set(jnp.einsum("rf,df->rd", dy[t], w[e]))
-        return dx, dw.at[e].add(jnp.einsum("rd,rf->df", x[t], dy[t]))
+        e, dy_t = _at(tile_expert, t), _at(dy, t)
+        dx_t = jnp.einsum("rf,df->rd", dy_t, _at(w, e))
+        dw_e = _at(dw, e) + jnp.einsum("rd,rf->df", _at(x, t), dy_t)
+        dx = lax.dynamic_update_index_in_dim(dx, dx_t, t, 0)
+        return dx, lax.dynamic_update_index_in_dim(dw, dw_e, e, 0)
 
     dx, dw = lax.fori_loop(0, used, step, (jnp.zeros_like(x), jnp.zeros_like(w)))
     none = lambda a: np.zeros(a.shape, jax.dtypes.float0)

@@ -1,18 +1,20 @@
-"""Generators against independent solvers, splits, determinism, and the scorer."""
+"""Generators against independent solvers, splits, streams; the scorer has its own file."""
 
 import collections
+import functools
 import itertools
 import os
 import random
 import re
 import subprocess
 import sys
+import types
 from fractions import Fraction
 
 import pytest
 
 from clover_jax.data import tasks
-from clover_jax.data.tasks import MIX, TASKS, Item, Mix, Score, score
+from clover_jax.data.tasks import MIX, TASKS, Item, Mix
 from clover_jax.errors import CloverError
 
 WITH_SCRATCHPAD = TASKS[:6]
@@ -30,9 +32,14 @@ def draw(task: str, n: int, seed: int = 0) -> list[Item]:
 # --- oracles: each solves the prompt from its text alone ------------------------------------------
 
 
-def exact(expression: str, **names: int) -> Fraction:
+@functools.cache
+def compiled(expression: str) -> types.CodeType:
     """Python's own evaluation, with every number a Fraction so that division is exact."""
-    return eval(re.sub(r"\d+", r"F(\g<0>)", expression), {"F": Fraction, **names})
+    return compile(re.sub(r"\d+", r"F(\g<0>)", expression.strip()), "", "eval")
+
+
+def exact(expression: str, **names: int) -> Fraction:
+    return eval(compiled(expression), {"F": Fraction, **names})
 
 
 def expression_of(prompt: str) -> str:
@@ -52,7 +59,7 @@ def solve_equation(prompt: str) -> str:
     equation = re.sub(r"^(Solve for .: |Find .: |If )|, what is .\?$", "", prompt)
     (letter,) = set(re.findall("[a-z]", equation))
     left, right = equation.split(" = ")
-    roots = [x for x in range(-60, 61) if exact(left, **{letter: x}) == int(right)]
+    roots = [x for x in range(-25, 26) if exact(left, **{letter: x}) == int(right)]
     assert len(roots) == 1, prompt
     return str(roots[0])
 
@@ -60,7 +67,8 @@ def solve_equation(prompt: str) -> str:
 LEGS = {
     0: "snake snakes",
     2: "chicken chickens duck ducks goose geese",
-    4: "cat cats cow cows dog dogs fox foxes horse horses mouse mice ox oxen sheep sheep wolf wolves",
+    4: "cat cats cow cows dog dogs fox foxes horse horses mouse mice ox oxen sheep sheep "
+    "wolf wolves",
     6: "ant ants bee bees beetle beetles butterfly butterflies",
     8: "scorpion scorpions spider spiders",
     10: "crab crabs lobster lobsters",
@@ -220,55 +228,73 @@ def test_scratchpad_lines_hold_and_end_in_the_answer(task: str):
             assert last.split("=")[-1].strip() == item.answer
 
 
-def test_scratchpad_by_hand():
-    found: dict[str, str] = {}
-    for task in WITH_SCRATCHPAD:
-        found |= {item.prompt: item.thinking for item in draw(task, 60_000, seed=2)}
-    by_hand = {
-        "Compute 5 - 9 + 3.": "5 - 9 = -4\n-4 + 3 = -1",
-        "Compute 7 - (2 - 9).": "= 7 - -7\n= 14",
-        "Compute 2 + 8 / 4.": "= 2 + 2\n= 4",
-        "Compute 15 * 43.": "15 * 40 = 600\n15 * 3 = 45\n600 + 45 = 645",
-        "Compute 87 * 6.": "80 * 6 = 480\n7 * 6 = 42\n480 + 42 = 522",
-        "Greatest common divisor of 60 and 144?": "144 = 2 * 60 + 24\n60 = 2 * 24 + 12\n"
-        "24 = 2 * 12 + 0",
-    }
-    assert {prompt: found.get(prompt) for prompt in by_hand} == by_hand
-
-
-def test_equation_and_legs_scratchpads_by_shape():
-    # Too many prompts to meet a given one, so the lines are rebuilt from the prompt.
-    for item in draw("leg_counting", 200):
-        groups = re.findall(r"\d+ \w+", item.prompt)
-        lines = item.thinking.split("\n")
-        assert [line.split(":")[0] for line in lines[: len(groups)]] == groups
-        assert len(lines) == 2 * len(groups) - 1
-    for item in draw("simple_equations", 2_000):
-        if item.prompt.startswith("Solve") and item.problem.startswith("3*x - 7 = "):
-            total = int(item.problem.split("= ")[1])
-            letter = item.prompt[len("Solve for ")]
-            assert item.thinking == (
-                f"3*{letter} = {total} + 7 = {total + 7}\n{letter} = {total + 7} / 3 = {item.answer}"
-            )
-            break
-    else:
-        pytest.fail("no such equation drawn")
+@pytest.mark.parametrize(
+    ("task", "index", "prompt", "thinking", "answer"),
+    [
+        (
+            "chain_sum",
+            2,
+            "Compute 6 - 77 + 1 - 9.",
+            "6 - 77 = -71|-71 + 1 = -70|-70 - 9 = -79",
+            "-79",
+        ),
+        ("basic_arithmetic", 2, "Compute (4 + 9 + 3) / 8.", "= (13 + 3) / 8|= 16 / 8|= 2", "2"),
+        (
+            "products",
+            1,
+            "Compute 8 * 398.",
+            "8 * 300 = 2400|8 * 90 = 720|8 * 8 = 64|2400 + 720 = 3120|3120 + 64 = 3184",
+            "3184",
+        ),
+        (
+            "gcd",
+            1,
+            "Greatest common divisor of 52 and 142?",
+            "142 = 2 * 52 + 38|52 = 1 * 38 + 14|38 = 2 * 14 + 10|14 = 1 * 10 + 4|10 = 2 * 4 + 2"
+            "|4 = 2 * 2 + 0",
+            "2",
+        ),
+        (
+            "simple_equations",
+            2,
+            "Solve for a: 2 - 9 - 6*a = -73",
+            "-6*a - 7 = -73|-6*a = -73 + 7 = -66|a = -66 / -6 = 11",
+            "11",
+        ),
+        (
+            "leg_counting",
+            1,
+            "How many legs: 7 cats, 3 beetles, 2 ducks?",
+            "7 cats: 7 * 4 = 28|3 beetles: 3 * 6 = 18|2 ducks: 2 * 2 = 4|28 + 18 = 46|46 + 4 = 50",
+            "50",
+        ),
+        ("number_sorting", 2, "Sort ascending: 43 79 66 89 13", "", "13 43 66 79 89"),
+    ],
+)
+def test_published_items_stay(task: str, index: int, prompt: str, thinking: str, answer: str):
+    """Checked by hand; they also pin the stream that resumed runs and evaluation sets rely on."""
+    item = tasks.item_at(only(task), 0, "test", index)
+    assert (item.prompt, item.thinking, item.answer) == (
+        prompt,
+        thinking.replace("|", "\n"),
+        answer,
+    )
 
 
 def test_families_do_not_share_prompts():
     owner: dict[str, str] = {}
     for task in TASKS:
-        for item in draw(task, 5_000):
+        for item in draw(task, 1_500):
             assert owner.setdefault(item.prompt, task) == task, item.prompt
 
 
 def test_plurals():
     prompts = " ".join(item.prompt for item in draw("leg_counting", 5_000))
     natural = "3 cats|2 mice|1 mouse|4 oxen|1 ox|5 sheep|1 sheep|2 wolves|6 butterflies|9 foxes"
-    for words in natural.split("|") + ["3 geese", "1 goose", "7 crabs"]:
+    for words in [*natural.split("|"), "3 geese", "1 goose", "7 crabs"]:
         assert re.search(rf"\b{words}\b", prompts), words
     assert not re.search(r"\b1 (cats|mice|oxen|geese|wolves|butterflies|foxes)\b", prompts)
-    assert not re.search(r"(sheeps|oxes|gooses|mouses|wolfs|foxs|butterflys)", prompts)
+    assert not re.search(r"\b(sheeps|oxes|gooses|mouses|wolfs|foxs|butterflys)\b", prompts)
     bare = len(re.findall(r"[2-9] cat\b", prompts)) / len(re.findall(r"[2-9] cats?\b", prompts))
     assert 0.05 < bare < 0.15
 
@@ -297,7 +323,7 @@ def test_canonical_phrasing_dominates(task: str):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_splits_are_disjoint_by_problem(task: str):
-    train = {item.problem for item in itertools.islice(tasks.stream(only(task), 3, "train"), 5_000)}
+    train = {item.problem for item in itertools.islice(tasks.stream(only(task), 3, "train"), 1_500)}
     val, test = ({i.problem for i in tasks.eval_set(task, split, 100)} for split in ("val", "test"))
     assert len(val) == len(test) == 100
     assert not train & val and not train & test and not val & test
@@ -306,7 +332,7 @@ def test_splits_are_disjoint_by_problem(task: str):
 @pytest.mark.parametrize("task", ["products", "gcd"])
 def test_phrasings_and_order_do_not_change_the_split(task: str):
     prompts, splits = collections.defaultdict(set), collections.defaultdict(set)
-    for item in draw(task, 10_000):
+    for item in draw(task, 6_000):
         numbers = tuple(sorted(re.findall(r"\d+", item.prompt)))
         prompts[numbers].add(item.prompt)
         splits[numbers].add(tasks.split_of(item))
@@ -332,15 +358,15 @@ def test_readme_example_is_held_out():
 
 
 def test_split_shares():
-    counts = collections.Counter(tasks.split_of(item) for item in draw("leg_counting", 10_000))
-    assert 0.88 < counts["train"] / 10_000 < 0.92
-    assert 0.04 < counts["val"] / 10_000 < 0.06
-    assert 0.04 < counts["test"] / 10_000 < 0.06
+    counts = collections.Counter(tasks.split_of(item) for item in draw("leg_counting", 6_000))
+    assert 0.88 < counts["train"] / 6_000 < 0.92
+    assert 0.04 < counts["val"] / 6_000 < 0.06
+    assert 0.04 < counts["test"] / 6_000 < 0.06
 
 
 def test_split_is_the_hash_of_task_and_problem():
-    # printf 'gcd\\0%s' "1 19" | sha1sum: the first 8 hex digits modulo 100 are 4, 9, 12, 18, 98
-    by_hand = {"1 19": "test", "1 1": "val", "1 23": "train", "1 10": "train", "1 29": "train"}
+    # printf 'gcd\0%s' "1 19" | sha1sum: the first 8 hex digits modulo 100 are 4, 5, 9, 10, 98
+    by_hand = {"1 19": "test", "1 50": "val", "1 1": "val", "1 125": "train", "1 29": "train"}
     for problem, split in by_hand.items():
         assert tasks.split_of(Item("gcd", "any phrasing", "", "1", problem)) == split
 
@@ -353,10 +379,10 @@ def test_held_out_items_leave_the_train_stream(monkeypatch):
 
 
 def test_coarse_splits_of_sudoku_and_functions():
-    grids = {s: {i.answer for i in tasks.eval_set("mini_sudoku", s, 200)} for s in tasks.SPLITS}
+    grids = {s: {i.answer for i in tasks.eval_set("mini_sudoku", s, 100)} for s in tasks.SPLITS}
     assert not grids["train"] & grids["test"] and not grids["train"] & grids["val"]
     shapes = {
-        s: {re.sub(r"\d", "", i.problem) for i in tasks.eval_set("python_function", s, 100)}
+        s: {re.sub(r"\d", "", i.problem) for i in tasks.eval_set("python_function", s, 60)}
         for s in tasks.SPLITS
     }
     assert not shapes["train"] & shapes["test"] and not shapes["train"] & shapes["val"]
@@ -412,13 +438,17 @@ def test_mix_weights_and_thinking_share():
 
 
 def test_eval_set():
-    items = tasks.eval_set("gcd", "test", 60)
-    assert len({item.problem for item in items}) == 60
+    items = tasks.eval_set("gcd", "test", 30)
+    assert len({item.problem for item in items}) == 30
     assert all(tasks.split_of(item) == "test" for item in items)
     assert tasks.eval_set("gcd", "test", 20) == items[:20]
     assert tasks.eval_set("gcd", "val", 0) == []
-    few = tasks.eval_set("python_function", "test", 10_000)  # ends although there are fewer
-    assert 100 < len(few) < 1_000
+
+
+def test_eval_set_of_a_small_family_ends(monkeypatch):
+    monkeypatch.setattr(tasks, "EVAL_MAX_REPEATS", 5)
+    few = tasks.eval_set("python_function", "test", 10_000)
+    assert 20 < len({item.problem for item in few}) == len(few) < 1_000
 
 
 # --- messages and responses ---------------------------------------------------------------------
@@ -436,195 +466,6 @@ def test_messages_and_response_text(task: str):
         if not steps:
             assert whole == f"<think>\n\n</think>\n\n{item.answer}"
         assert item.answer == item.answer.strip() and item.prompt == item.prompt.strip()
-
-
-# --- score --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_score_accepts_references(task: str):
-    for item in draw(task, 300, seed=4):
-        steps = 1.0 if item.thinking else None
-        with_steps = tasks.response_text(item, True)
-        assert score(item, with_steps, thinking=True) == Score(True, True, steps)
-        assert score(item, "<think>\n" + with_steps, thinking=True) == Score(True, True, steps)
-        assert score(item, with_steps) == Score(True, True, steps)
-        assert score(item, item.answer) == Score(True, True, None)
-        assert score(item, f"<think>\n\n</think>\n\n{item.answer}\n") == Score(True, True, None)
-
-
-def perturbed(item: Item, rng: random.Random) -> str:
-    if item.task in WITH_SCRATCHPAD:
-        return str(int(item.answer) + rng.choice((-10, -1, 1, 10)))
-    if item.task == "text":
-        return item.answer[:-1]
-    if item.task == "number_sorting":
-        return item.answer + " 7"
-    if item.task == "mini_sudoku":
-        return item.answer.translate(str.maketrans("1234", "2143"))
-    raise AssertionError(item.task)
-
-
-@pytest.mark.parametrize("task", [t for t in TASKS if t != "python_function"])
-def test_score_rejects_perturbed_answers(task: str):
-    rng = random.Random(5)
-    for item in draw(task, 300, seed=5):
-        assert score(item, perturbed(item, rng)) == Score(False, True, None), item
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_score_without_an_answer(task: str):
-    item = draw(task, 1)[0]
-    assert score(item, "") == Score(False, False, None)
-    unclosed = score(item, item.thinking + "\n" + item.answer, thinking=True)
-    assert not unclosed.correct and not unclosed.format_valid
-    twice = tasks.response_text(item, True) + "\n</think>\n\n" + item.answer
-    assert not score(item, twice, thinking=True).correct
-
-
-def test_score_integers():
-    item = Item("gcd", "", "", "12", "24 36")
-    right = ["12", " 12\n", "012"]
-    wrong = ["13", "-12", "1"]
-    malformed = ["12.", "12 12", "x = 12", "1_2", "twelve", "١٢", "1" * 5_000, "<think>12", "12\0"]
-    assert all(score(item, text) == Score(True, True, None) for text in right)
-    assert all(score(item, text) == Score(False, True, None) for text in wrong)
-    assert all(score(item, text) == Score(False, False, None) for text in malformed)
-
-
-def test_score_grid():
-    puzzle = "1 _ 3 4\n3 4 _ 2\n_ _ _ _\n4 _ 2 1"
-    solution = "1 2 3 4\n3 4 1 2\n2 1 4 3\n4 3 2 1"
-    item = Item("mini_sudoku", "", "", solution, puzzle)
-    assert score(item, solution).correct
-    assert score(item, "1 2 3 4\n3 4 1 2\n2 1 4 3\n4 3 1 2") == Score(False, True, None)
-    assert score(item, "2 1 3 4\n3 4 1 2\n1 2 4 3\n4 3 2 1") == Score(False, True, None)
-    assert score(item, solution.replace("\n", " ")) == Score(False, False, None)
-    assert score(item, solution[:-2]) == Score(False, False, None)
-    # A puzzle with two solutions: both count, whichever the item calls its answer.
-    open_puzzle = "_ _ 3 4\n3 4 _ _\n_ _ 4 3\n4 3 _ _"
-    other = "2 1 3 4\n3 4 1 2\n1 2 4 3\n4 3 2 1"
-    for grid in (solution, other):
-        assert score(Item("mini_sudoku", "", "", solution, open_puzzle), grid).correct
-
-
-def test_score_text_accepts_every_reply():
-    item = next(i for i in draw("text", 200) if i.problem == "greeting")
-    assert score(item, "Hello! How can I help?").correct
-    assert score(item, "Hi! How can I help?").correct
-    assert not score(item, "Goodbye!").correct
-
-
-SUM_EVEN = Item(
-    "python_function",
-    "",
-    "",
-    "def f(xs):\n    return sum([x * x for x in xs if x % 2 == 0])",
-    "Return the sum of the even numbers in xs, each squared.",
-)
-
-
-def body(*lines: str) -> str:
-    return "\n    ".join(["def f(xs):", *lines])
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        body("return sum(x * x for x in xs if x % 2 == 0)"),
-        body(
-            '"""Sum."""',
-            "ys = []",
-            "for x in xs:",
-            "    if x % 2 != 1:",
-            "        ys.append(x*x)",
-            "return sum(ys)",
-        ),
-        body("t = 0", "for y in xs:", "    if y % 2 == 0:", "        t = t + y * y", "return t"),
-    ],
-)
-def test_score_functions_by_execution(answer: str):
-    assert score(SUM_EVEN, answer) == Score(True, True, None)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        body("return sum(x * x for x in xs if x % 2 == 1)"),
-        body("return sum(x * x for x in xs)"),
-        body("return sum(x for x in xs if x % 2 == 0)"),
-        body("return max(x * x for x in xs if x % 2 == 0)"),
-        body("return 0"),
-        body("return"),
-        body("return ys"),
-        body("return f(xs)"),
-        body("while 0 < 1:", "    xs.append(1)"),
-        body("for x in xs:", "    xs.append(x)", "return sum(xs)"),
-        body("import os", "return os.getcwd()"),
-        body("return xs.__class__.__base__.__subclasses__()"),
-        body("return __import__('os').getcwd()"),
-        body("return [0] * 999999999"),
-        body("return 9 ** 9 ** 9"),
-        body("return 1 // 0"),
-        body("return sum(" + "[" * 40 + "]" * 40 + ")"),
-        body("return " + "-" * 260 + "1"),
-        body(*(" " * d + f"for a{d} in [1,2,3,4,5,6]:" for d in range(8)), " " * 8 + "x = 1"),
-        body("t = 2", "for x in xs:", "    for y in xs:", "        t = t * t", "return t"),
-    ],
-)
-def test_score_rejects_wrong_and_unsafe_functions(answer: str):
-    assert score(SUM_EVEN, answer) == Score(False, True, None)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "sum(xs)",
-        "def f(xs)\n    return 0",
-        "def g(xs):\n    return 0",
-        "def f(xs):\n    return 0\nimport os",
-        "def f(xs):\n    return 0 if 1else 2",
-        "def f(xs):\n    return 0\0",
-        "def f(xs):\n    return '\ud800'",
-        "(" * 250,
-        "def f(xs):\n    return 0\n" + "#" * 300,
-    ],
-)
-def test_score_malformed_functions(answer: str):
-    assert score(SUM_EVEN, answer) == Score(False, False, None)
-
-
-@pytest.mark.parametrize("changed", ["x > 4", "x >= 3", "x < 3", "x % 3 == 0"])
-def test_every_boundary_of_a_filter_is_seen(changed: str):
-    item = Item("python_function", "", "", body("return [x for x in xs if x > 3]"), "")
-    assert not score(item, item.answer.replace("x > 3", changed)).correct
-
-
-def steps_valid(task: str, problem: str, answer: str, steps: str) -> float | None:
-    item = Item(task, "", "", answer, problem)
-    return score(item, f"{steps}\n</think>\n\n{answer}", thinking=True).steps_valid
-
-
-def test_steps_valid():
-    assert steps_valid("chain_sum", "5 - 9 + 31", "27", "5 - 9 = -4\n-4 + 31 = 27") == 1
-    assert steps_valid("chain_sum", "5 - 9 + 31", "27", "5 - 9 = 4\n-4 + 31 = 27") == 0.5
-    assert steps_valid("chain_sum", "5 - 9 + 31", "27", "I guess") is None
-    assert steps_valid("basic_arithmetic", "7 - (2 - 9)", "14", "= 7 - -7\n= 14") == 1
-    assert steps_valid("basic_arithmetic", "7 - (2 - 9)", "14", "= 7 - 7\n= 0") == 0.5
-    assert steps_valid("basic_arithmetic", "6 / 4 * 2", "3", "= 1.5 * 2\n= 3") == 0
-    assert steps_valid("basic_arithmetic", "6 / 4 * 2", "3", "= 3 / 2 * 2\n= 3") == 1
-    assert steps_valid("gcd", "60 144", "12", "144 = 2 * 60 + 24\n60 = 2 * 24 + 11") == 0.5
-    legs = "3 cats: 3 * 4 = 12\n2 ants: 2 * 6 = 13\n12 + 12 = 24\nso 24"
-    assert steps_valid("leg_counting", "2 ant, 3 cat", "24", legs) == pytest.approx(2 / 3)
-    equation = "3*m = 40 + 5 = 45\nm = 45 / 3 = 15"
-    assert steps_valid("simple_equations", "3*x - 5 = 40", "15", equation) == 1
-    assert steps_valid("simple_equations", "3*x - 5 = 40", "15", equation.replace("+", "-")) == 0.5
-    junk = (
-        "1 = = 1\n= \n2 ** 3 = 8\n1 / 0 = 1\n007 = 7\n1if = 1\n(1 = 1\n[1] = [1]\nf(1) = 1\n\0 = 1"
-    )
-    assert steps_valid("chain_sum", "1 + 1", "2", junk) == 0
-    assert steps_valid("chain_sum", "1 + 1", "2", f"{'9' * 290} = {'9' * 290}") == 0
-    assert steps_valid("chain_sum", "1 + 1", "2", f"{'-' * 298}1 = 1\n{'1+' * 149}1 = 150") == 1
 
 
 # --- user errors --------------------------------------------------------------------------------

@@ -182,6 +182,8 @@ def spec_edits(spec: dict) -> list[tuple[str, object]]:
         "model list": spec | {"model": [1]},
         "model of words": spec
         | {"model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<|im_end|>"}},
+        "affix": spec | {"model": model | {"continuing_subword_prefix": "##" * 9}},
+        "dropout": spec | {"model": model | {"dropout": 0.5}},
         "vocab list": spec | {"model": model | {"vocab": list(vocab)}},
         "vocab null": spec | {"model": model | {"vocab": None}},
         "vocab empty": spec | {"model": model | {"vocab": {}, "merges": []}},

@@ -4,7 +4,7 @@ Runs alone, under Python 3.11 in an environment of its own (README.md beside thi
 imports nothing of this repository. Everything is fp32, seeded and single-path, so that a second
 run on the same machine writes the same bytes.
 
-    python qwen36_golden.py OUT_FOLDER
+    python tests/oracles/qwen36_golden.py tests/goldens/qwen36_tiny
 """
 
 import argparse
@@ -20,14 +20,14 @@ from transformers import DynamicCache, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConf
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
 
 SEED = 0
-TOKEN_SEED = 1  # the first one whose tokens keep the routing margin below
+TOKEN_SEED = 4  # the first one whose tokens keep the routing margin below
 ROWS, LENGTH, PREFILL = 2, 70, 43  # 70: one chunk of 64 and a rest; 43: inside a chunk
 ROPE_POSITIONS = [0, 1, 4095, 5000, 8000]
 MIN_ROUTING_MARGIN = 1e-3  # router logit k minus logit k+1, so that rounding changes no expert
 
 
 def tiny_config() -> Qwen3_5MoeTextConfig:
-    """One group of layers twice; heads x head_dim is not hidden, nor a key head's width a value's."""
+    """Two groups of layers; heads x head_dim is not hidden_size, and key heads are the wider."""
     return Qwen3_5MoeTextConfig(
         vocab_size=104,
         hidden_size=40,
@@ -88,7 +88,7 @@ NORMAL = [
 
 @torch.no_grad()
 def randomise(model: Qwen3_5MoeForCausalLM) -> None:
-    """Draws every weight away from its neutral value, so that leaving one out changes the output."""
+    """Draws every weight away from its neutral value: leaving one out changes the output."""
     generator = torch.Generator().manual_seed(SEED)
     for name, weight in sorted(model.named_parameters()):
         mean, std = next((m, s) for end, m, s in NORMAL if name.endswith(end))
@@ -236,7 +236,8 @@ def main() -> None:
 
     versions = {
         "script": Path(__file__).name,
-        "seed": str(SEED),
+        "weight_seed": SEED,
+        "token_seed": TOKEN_SEED,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -245,8 +246,10 @@ def main() -> None:
     save_file(
         {name: tensor.contiguous() for name, tensor in goldens.items()},
         out / "goldens.safetensors",
-        metadata=versions,
+        metadata={"versions": json.dumps(versions)},  # one key: several are written in any order
     )
+    for file in out.glob("*.safetensors"):
+        file.chmod(0o644)  # the writer leaves them private
     (out / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
     for path in sorted(out.iterdir()):
         print(f"{path.name}: {path.stat().st_size} bytes")

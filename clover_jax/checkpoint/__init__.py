@@ -1,0 +1,20 @@
+"""Checkpoint folders in the format of Hugging Face: load, inspect, save, convert."""
+
+from clover_jax.checkpoint.config_map import config_from_hf, config_to_hf
+from clover_jax.checkpoint.converting import ConvertReport, convert
+from clover_jax.checkpoint.loading import inspect, load
+from clover_jax.checkpoint.report import LoadReport, Problem
+from clover_jax.checkpoint.saving import SaveReport, save
+
+__all__ = [
+    "ConvertReport",
+    "LoadReport",
+    "Problem",
+    "SaveReport",
+    "config_from_hf",
+    "config_to_hf",
+    "convert",
+    "inspect",
+    "load",
+    "save",
+]

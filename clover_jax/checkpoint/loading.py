@@ -1,0 +1,323 @@
+"""Loads a Hugging Face checkpoint folder: everything is checked before anything is allocated."""
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from clover_jax.checkpoint.config_map import DTYPES, ConfigReading, read_config
+from clover_jax.checkpoint.hf_map import (
+    BLOCK_DIFFUSION,
+    IGNORED_PREFIXES,
+    ZERO_CENTRED,
+    Piece,
+    canonical,
+    fused_name,
+    leaf_kind,
+    per_expert,
+    pieces,
+)
+from clover_jax.checkpoint.json_text import parse, show
+from clover_jax.checkpoint.report import Cast, Component, Ignored, LoadReport, Problem
+from clover_jax.checkpoint.safetensors_io import (
+    WEIGHT_DTYPES,
+    Index,
+    MappedFiles,
+    Tensor,
+    read_index,
+)
+from clover_jax.config import ModelConfig
+from clover_jax.errors import CloverError
+from clover_jax.model.transformer import Params, param_specs
+from clover_jax.params import ParamSpec, is_spec, named_leaves
+
+CONFIG_FILE = "config.json"
+
+type LoadDtype = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A tensor of a file and the piece of a leaf that it is."""
+
+    piece: Piece
+    tensor: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """A folder looked through without reading its weights.
+
+    Attributes:
+        report: what it holds and what is wrong with it.
+        sources: leaf path -> the tensors that fill it.
+        config_json: the parsed config.json, or None.
+    """
+
+    report: LoadReport
+    sources: dict[str, list[Source]]
+    config_json: Any
+
+
+def load(
+    folder: Path | str, *, dtype: LoadDtype | None = None, shardings: Any = None
+) -> tuple[ModelConfig, Params, LoadReport]:
+    """Loads the weights of a folder.
+
+    Extra host memory is about one stacked leaf. With shardings a process reads only the slices of
+    its own devices.
+
+    Args:
+        folder: holds config.json and safetensors files, experts fused or one tensor per expert,
+            with or without the `language_model` level in the names.
+        dtype: of the weights that do not have to be float32; None: the one that config.json says.
+        shardings: a tree like the parameters, `sharding.shardings(param_specs(cfg), mesh, rules)`
+            with the `cfg` of `inspect(folder)`; None: everything on the default device.
+
+    Raises:
+        CloverError: names every tensor and file that is missing, unknown, twice there, damaged, or
+            of another shape or dtype than config.json says. Nothing was allocated.
+    """
+    survey = look_through(folder, dtype=dtype)
+    cfg = survey.report.require_loadable()
+    specs = param_specs(cfg)
+    leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
+    if shardings is None:
+        targets: list[Any] = [None] * len(leaves)
+    elif jax.tree.structure(shardings) != tree:
+        raise CloverError(
+            f"shardings are not a tree like the parameters of {folder}: make them by "
+            f"sharding.shardings(param_specs(inspect(folder).config), mesh, rules)"
+        )
+    else:
+        targets = jax.tree.leaves(shardings)
+    files = MappedFiles()
+    arrays = []
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for spec, path, target in zip(leaves, named_leaves(specs), targets, strict=True):
+            read = functools.partial(_read, spec, survey.sources[path], files, pool)
+            arrays.append(_to_device(read, spec, target))
+    return cfg, jax.tree.unflatten(tree, arrays), survey.report
+
+
+def inspect(folder: Path | str, *, dtype: LoadDtype | None = None) -> LoadReport:
+    """What a folder holds and what would not load; reads headers and the norms' weights only.
+
+    Raises:
+        CloverError: the folder does not exist. Other problems are in the report.
+    """
+    return look_through(folder, dtype=dtype).report
+
+
+def look_through(folder: Path | str, *, dtype: LoadDtype | None = None) -> Survey:
+    """Config and headers of a folder, each tensor matched to its piece of a leaf."""
+    if dtype is not None and dtype not in DTYPES:
+        raise CloverError(f"dtype is {show(dtype)}: expected one of {', '.join(DTYPES)}, or none")
+    folder = Path(folder)
+    index = read_index(folder)
+    config_json, reading = _read_config(folder / CONFIG_FILE, dtype)
+    problems = [*(Problem("config", p) for p in reading.problems), *index.problems]
+    report = LoadReport(
+        folder=folder,
+        config=reading.config,
+        problems=tuple(problems),
+        files=index.files,
+        other_files=index.other_files,
+        ignored=_ignored(index),
+        unknown_config_keys=reading.unknown_keys,
+    )
+    if reading.config is None:
+        return Survey(report, {}, config_json)
+    sources, found = _match(reading.config, index)
+    specs = named_leaves(param_specs(reading.config))
+    problems += found
+    report = dataclasses.replace(
+        report,
+        problems=tuple(problems),
+        experts=_experts_layout(sources),
+        prefix="language_model" if _has_level(sources) else "",
+        components=_components(specs, sources, reading.config),
+        casts=_casts(specs, sources),
+        norm_mean=None if problems else _norm_mean(sources),
+    )
+    return Survey(report, sources, config_json)
+
+
+def _read_config(path: Path, dtype: LoadDtype | None) -> tuple[Any, ConfigReading]:
+    try:
+        content = parse(path.read_bytes())
+    except (OSError, ValueError) as error:
+        what = "is missing (incomplete download?)"
+        if not isinstance(error, FileNotFoundError):
+            what = f"cannot be read: {error}"
+        return None, ConfigReading(None, (f"{path.name} {what}",), ())
+    return content, read_config(content, dtype)
+
+
+def _match(cfg: ModelConfig, index: Index) -> tuple[dict[str, list[Source]], list[Problem]]:
+    """Pairs every piece with its tensor, and names what does not pair up, both ways."""
+    problems: list[Problem] = []
+    by_name: dict[str, Tensor] = {}
+    for tensor in index.tensors.values():
+        if tensor.name.startswith(IGNORED_PREFIXES):
+            continue
+        name = canonical(tensor.name)
+        if name in by_name:
+            what = f"{show(by_name[name].name)} and {show(tensor.name)} are one weight"
+            problems.append(Problem("duplicate tensor", what))
+        by_name[name] = tensor
+    lost = frozenset(map(canonical, index.lost))
+    known = by_name.keys() | lost
+    split = {fused_name(name) for name in known} - known
+    sources: dict[str, list[Source]] = {}
+    for path, whole in pieces(cfg).items():
+        sources[path] = []
+        parts = (per_expert(p) if p.name in split else [p] for p in whole)
+        for piece in itertools.chain.from_iterable(parts):
+            tensor = by_name.pop(piece.name, None)
+            if tensor is None:
+                if piece.name not in lost:
+                    problems.append(Problem("missing tensor", piece.name))
+                continue
+            sources[path].append(Source(piece, tensor))
+            problems += _check(piece, tensor)
+    filled = {source.piece.name for found in sources.values() for source in found}
+    for name, tensor in by_name.items():
+        kind = "duplicate tensor" if fused_name(name) in filled else "unknown tensor"
+        problems.append(Problem(kind, tensor.name))
+    return sources, problems
+
+
+def _check(piece: Piece, tensor: Tensor) -> list[Problem]:
+    problems = []
+    if tensor.shape not in piece.file_shapes:
+        what = f"{show(tensor.name)} is {list(tensor.shape)}, expected {list(piece.file_shapes[0])}"
+        problems.append(Problem("wrong shape", what))
+    if tensor.dtype not in WEIGHT_DTYPES:
+        problems.append(Problem("wrong dtype", f"{show(tensor.name)} is {tensor.dtype}"))
+    return problems
+
+
+def _read(
+    spec: ParamSpec,
+    sources: list[Source],
+    files: MappedFiles,
+    pool: concurrent.futures.Executor,
+    index: tuple[slice, ...],
+) -> np.ndarray:
+    """A slice of a leaf, in its spec's dtype. What no tensor fills (pruned experts) is zero."""
+    low, high = zip(
+        *(s.indices(n)[:2] for s, n in zip(index, spec.shape, strict=True)), strict=True
+    )
+    out = np.zeros(tuple(b - a for a, b in zip(low, high, strict=True)), spec.dtype)
+
+    def fill(source: Source) -> None:
+        box = source.piece
+        ends = [a + n for a, n in zip(box.start, box.shape, strict=True)]
+        first = [max(a, b) for a, b in zip(low, box.start, strict=True)]
+        last = [min(a, b) for a, b in zip(high, ends, strict=True)]
+        if any(a >= b for a, b in zip(first, last, strict=True)):
+            return
+        within = lambda origin: tuple(
+            slice(a - o, b - o) for a, b, o in zip(first, last, origin, strict=True)
+        )
+        part = box.to_leaf(files.view(source.tensor))[within(box.start)]
+        target = out[within(low)]
+        if part.dtype == target.dtype and part.itemsize == 2:
+            # Copied as plain integers: numpy holds its lock while copying bfloat16.
+            part, target = part.view(np.uint16), target.view(np.uint16)
+        target[...] = part
+
+    list(pool.map(fill, sources))
+    return out
+
+
+def _to_device(
+    read: Callable[[tuple[slice, ...]], np.ndarray], spec: ParamSpec, target: Any
+) -> jax.Array:
+    if target is None:
+        return jax.device_put(read((slice(None),) * len(spec.shape)))
+    return jax.make_array_from_callback(spec.shape, target, read)  # pyright: ignore[reportArgumentType]
+
+
+def _has_level(sources: dict[str, list[Source]]) -> bool:
+    return any(s.tensor.name != s.piece.name for found in sources.values() for s in found)
+
+
+def _experts_layout(sources: dict[str, list[Source]]) -> str:
+    routed = {
+        "fused" if s.piece.name.endswith("_up_proj") else "per_expert"
+        for path, found in sources.items()
+        if leaf_kind(path) == "mlp.experts.gate_up_proj"
+        for s in found
+    }
+    return "mixed" if len(routed) > 1 else "".join(routed)
+
+
+def _component(path: str) -> str:
+    kind = leaf_kind(path)
+    owner = kind.partition(".")[0]
+    if kind in BLOCK_DIFFUSION:
+        return "block-diffusion extras"
+    if kind.startswith("mlp.experts."):
+        return "routed experts"
+    if kind == "mlp.gate":
+        return "routers"
+    names = {
+        "embed_tokens": "embedding",
+        "linear_attn": "GDN mixers",
+        "self_attn": "attention mixers",
+        "mlp": "shared experts + gates",
+        "lm_head": "lm_head",
+    }
+    return names.get(owner, "norms")
+
+
+def _components(
+    specs: dict[str, ParamSpec], sources: dict[str, list[Source]], cfg: ModelConfig
+) -> tuple[Component, ...]:
+    sums: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0])
+    for path, whole in pieces(cfg).items():
+        total = sums[_component(path)]
+        total[0] += sum(math.prod(p.shape) for p in whole)
+        total[1] += math.prod(specs[path].shape) * np.dtype(specs[path].dtype).itemsize
+        total[2] += sum(s.tensor.nbytes for s in sources[path])
+    return tuple(Component(name, *total) for name, total in sums.items())
+
+
+def _casts(specs: dict[str, ParamSpec], sources: dict[str, list[Source]]) -> tuple[Cast, ...]:
+    pairs = collections.Counter(
+        (s.tensor.dtype, np.dtype(specs[path].dtype).name)
+        for path, found in sources.items()
+        for s in found
+        if WEIGHT_DTYPES.get(s.tensor.dtype) != specs[path].dtype
+    )
+    return tuple(Cast(*pair, count) for pair, count in sorted(pairs.items()))
+
+
+def _ignored(index: Index) -> tuple[Ignored, ...]:
+    by_prefix = {
+        prefix: [t.nbytes for t in index.tensors.values() if t.name.startswith(prefix)]
+        for prefix in IGNORED_PREFIXES
+    }
+    return tuple(Ignored(p, len(sizes), sum(sizes)) for p, sizes in by_prefix.items() if sizes)
+
+
+def _norm_mean(sources: dict[str, list[Source]]) -> float:
+    files = MappedFiles()
+    norms = [
+        files.view(s.tensor).astype(np.float64)
+        for path, found in sources.items()
+        if leaf_kind(path) in ZERO_CENTRED
+        for s in found
+    ]
+    with np.errstate(invalid="ignore"):  # a damaged weight shows as NaN in the report
+        return float(np.mean(np.concatenate(norms)))

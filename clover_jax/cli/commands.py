@@ -1,0 +1,216 @@
+"""The commands and their flags, as dataclasses that tyro turns into a command line."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg, subcommand
+
+type Switch = Annotated[bool, FlagCreatePairsOff]  # a flag without its --no- twin
+
+
+def _own(metavar: str) -> Any:
+    """A setting that the checkpoint folder decides unless the flag is given."""
+    return arg(metavar=metavar, help_behavior_hint="(default: the folder's)")
+
+
+def _none(metavar: str) -> Any:
+    return arg(metavar=metavar, help_behavior_hint="(optional)")
+
+
+FolderFloat = Annotated[float | None, _own("FLOAT")]
+FolderInt = Annotated[int | None, _own("INT")]
+OptionalText = Annotated[str | None, _none("TEXT")]
+OptionalFile = Annotated[Path | None, _none("FILE")]
+Checkpoint = Annotated[
+    Path | None, arg(metavar="DIR", help_behavior_hint="(default: the model in the package)")
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """Which model runs, and how it samples.
+
+    Attributes:
+        checkpoint: Checkpoint folder (Hugging Face format).
+        dtype: Of the weights.
+        max_tokens: The answer is cut there.
+        threshold: Reveal every position whose confidence is above it, else the best one.
+        temperature: 0 takes the most likely token, above 0 draws.
+        top_k: Draw among the k best tokens; 0 is off.
+        top_p: Draw among the fewest tokens that reach this share; 1 is off.
+        presence: Subtracted from the logit of every token that the answer already has.
+        frequency: Subtracted once per occurrence in the answer.
+        repetition: Divides positive and multiplies negative logits of tokens the answer has.
+        seed: Of the random draws.
+        stop: The text ends before the first of these strings (repeatable).
+        system: System message.
+        thinking: Think before the answer, whatever the chat template's default is.
+        no_thinking: Answer without thinking.
+        mode: Denoise blocks, or take one token at a time from the causal model.
+        rows: How the rows of a batch run: one fixed program per row, or all at once.
+        fuse_commit: Commit a block and preview the next one in one pass over the weights.
+        coreset: Share an expert subset among the positions of a block.
+        json: One JSON object per answer.
+    """
+
+    checkpoint: Checkpoint = None
+    dtype: Annotated[Literal["float32", "bfloat16"] | None, _own("{float32,bfloat16}")] = None
+    max_tokens: FolderInt = None
+    threshold: FolderFloat = None
+    temperature: FolderFloat = None
+    top_k: FolderInt = None
+    top_p: FolderFloat = None
+    presence: FolderFloat = None
+    frequency: FolderFloat = None
+    repetition: FolderFloat = None
+    seed: int = 0
+    stop: UseAppendAction[tuple[str, ...]] = ()
+    system: OptionalText = None
+    thinking: Switch = False
+    no_thinking: Switch = False
+    mode: Literal["block", "ar"] = "block"
+    rows: Literal["batched", "mapped"] = "batched"
+    fuse_commit: Switch = False
+    coreset: bool = True
+    json: Switch = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate(ModelFlags):
+    """Answer one prompt.
+
+    In a terminal the block forms live: masked cells, guesses coloured by confidence, then text.
+    Into a pipe goes plain text. A last line gives tokens, forward passes, tokens per forward pass,
+    tokens per second, and experts touched.
+
+    Attributes:
+        prompt: The question; read from standard input if it is not given.
+        token_ids: The prompt as token ids, such as "3 5 7": no tokenizer or template is needed.
+        raw: The prompt as it is, without the chat template. Control tokens in it count.
+        samples: Answers to draw; they differ if the temperature is above 0.
+        trace: Write the block after every step to this file, as JSON lines.
+        screen: Save a picture (SVG) of the first block's steps and the answer.
+    """
+
+    prompt: Annotated[Positional[tuple[str, ...]], arg(metavar="[PROMPT]")] = ()
+    token_ids: OptionalText = None
+    raw: Switch = False
+    samples: int = 1
+    trace: OptionalFile = None
+    screen: OptionalFile = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chat(ModelFlags):
+    """Talk to the model, one message a line; /reset starts over, /quit ends.
+
+    What the next turn's prompt shares with earlier ones is not computed again; the number of
+    reused tokens is shown after each answer.
+
+    Attributes:
+        context: Tokens that the conversation may reach; memory for them is taken at the start.
+        reuse: Go on from cached prefixes.
+    """
+
+    context: int = 8192
+    reuse: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Info:
+    """Show a model's config, sizes, and what of a folder would not load.
+
+    Attributes:
+        folder: Checkpoint folder.
+        preset: A named config instead of a folder.
+        json: Print JSON.
+    """
+
+    folder: Annotated[
+        Positional[Path | None],
+        arg(metavar="[DIR]", help_behavior_hint="(default: the model in the package)"),
+    ] = None
+    preset: Annotated[str | None, _none("NAME")] = None
+    json: Switch = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConvert:
+    """Turn a Qwen3.6 folder into a Clover folder: the start of a training.
+
+    Attributes:
+        source: Qwen3.6 folder.
+        target: New folder.
+        mask_token_id: Row of the mask token; by default the first row that no token uses.
+        overwrite: Replace the target if it is a checkpoint folder.
+    """
+
+    source: Annotated[Positional[Path], arg(metavar="SRC")]
+    target: Annotated[Positional[Path], arg(metavar="DST")]
+    mask_token_id: Annotated[int | None, _none("INT")] = None
+    overwrite: Switch = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFlags:
+    """A training run. The same command resumes a run that was interrupted.
+
+    Attributes:
+        out: The run's folder; the trained model is in its subfolder `model`.
+        steps: Of the whole run.
+        rows: Samples per batch.
+        learning_rate: Peak.
+        warmup: Steps of linear warm-up.
+        seed: Of start values, data and noise.
+        task: Task and its weight, such as gcd=2 (repeatable; all tasks by default).
+        thinking_share: Share of the samples that think.
+        bucket: Row sizes as tokens x response blocks, such as 80x2, ascending (repeatable).
+    """
+
+    out: Annotated[Path, arg(metavar="DIR")]
+    steps: int = 1000
+    rows: int = 32
+    learning_rate: float = 3e-3
+    warmup: int = 50
+    seed: int = 0
+    task: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=WEIGHT")] = ()
+    thinking_share: float = 0.5
+    bucket: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TOKENSxBLOCKS")] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainPretrain(RunFlags):
+    """Train the autoregressive base of a preset from nothing on the built-in tasks.
+
+    Attributes:
+        preset: Named config.
+    """
+
+    preset: str = "clover_nano"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConvert(RunFlags):
+    """Train a Qwen3.6 or Clover folder to denoise blocks.
+
+    Attributes:
+        checkpoint: Folder to start from.
+        diffusion: Weight of the diffusion loss beside the autoregressive one.
+        calibration_steps: Steps that fit the block operator before training.
+    """
+
+    checkpoint: Annotated[Path, arg(metavar="DIR")]
+    learning_rate: float = 1e-3
+    diffusion: float = 0.3
+    calibration_steps: int = 60
+
+
+_CheckpointCommand = Annotated[
+    Annotated[CheckpointConvert, subcommand("convert")], subcommand("checkpoint")
+]
+_TrainCommand = Annotated[
+    Annotated[TrainPretrain, subcommand("pretrain")]
+    | Annotated[TrainConvert, subcommand("convert")],
+    subcommand("train"),
+]

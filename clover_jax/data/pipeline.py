@@ -1,0 +1,116 @@
+"""From task items to training batches. Batch `step` is a pure function of the configuration.
+
+Samples are not packed: a row is one sample. To keep padding small, a window of samples is sorted by
+size and cut into batches, each in the smallest bucket that holds all of its samples.
+"""
+
+import dataclasses
+import functools
+import random
+
+import numpy as np
+
+from clover_jax.data import tasks
+from clover_jax.data.chat import tokenize_prompt
+from clover_jax.data.tokenizer import Tokenizer
+from clover_jax.diffusion.corrupt import Batch, Example, make_batch
+from clover_jax.errors import CloverError
+
+WINDOW = 8  # batches sorted together
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What a run reads.
+
+    Attributes:
+        mix: task weights and the share of samples with an open think block.
+        rows: samples per batch.
+        buckets: (tokens, response blocks) of a row, ascending; larger samples are left out.
+        seed: of items and noise.
+        pad_weight: loss weight of the pads after a stop.
+    """
+
+    mix: tasks.Mix = tasks.MIX
+    rows: int = 32
+    buckets: tuple[tuple[int, int], ...] = ((48, 1), (80, 2), (144, 4))
+    seed: int = 0
+    pad_weight: float = 0.05
+
+    def __post_init__(self) -> None:
+        widths, blocks = zip(*self.buckets, strict=True) if self.buckets else ((), ())
+        ascending = list(widths) == sorted(set(widths)) and list(blocks) == sorted(blocks)
+        if self.rows < 1 or not self.buckets or not ascending:
+            raise CloverError(
+                f"data rows {self.rows}, buckets {self.buckets}: expected at least one row and "
+                "buckets that ascend in tokens and blocks"
+            )
+
+
+class TaskBatches:
+    """Batches of the procedural tasks, by step."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, config: DataConfig, *, block: int, split: str = "train"
+    ) -> None:
+        """`block` is the model's block length, `split` one of `tasks.SPLITS`."""
+        self.config = config
+        self.tokenizer = tokenizer
+        self._block = block
+        self._split = split
+        self._window = functools.lru_cache(maxsize=2)(self._make_window)
+
+    def example(self, index: int) -> Example:
+        """Sample `index`, tokenised."""
+        mix, seed, split = self.config.mix, self.config.seed, self._split
+        item = tasks.item_at(mix, seed, split, index)
+        thinking = tasks.thinking_at(mix, seed, split, index)
+        return to_example(self.tokenizer, item, thinking=thinking, sample=index)
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a training step."""
+        window, place = divmod(step, WINDOW)
+        return self._layout(self._window(window)[place])
+
+    def _bucket(self, example: Example) -> int:
+        """The smallest bucket that holds a sample, or their number if none does."""
+        blocks = -(-len(example.response) // self._block)
+        fits = [
+            i
+            for i, (time, most) in enumerate(self.config.buckets)
+            if example.length <= time and blocks <= most
+        ]
+        return fits[0] if fits else len(self.config.buckets)
+
+    def _make_window(self, window: int) -> list[list[Example]]:
+        rows = self.config.rows
+        first = window * WINDOW * rows
+        examples = [self.example(first + i) for i in range(WINDOW * rows)]
+        examples = [e for e in examples if self._bucket(e) < len(self.config.buckets)]
+        examples.sort(key=lambda e: (self._bucket(e), e.length))
+        parts = [list(part) for part in np.array_split(np.arange(len(examples)), WINDOW)]
+        random.Random(f"{self.config.seed}\0{window}").shuffle(parts)
+        return [[examples[i] for i in part] for part in parts]
+
+    def _layout(self, examples: list[Example]) -> Batch:
+        bucket = max((self._bucket(e) for e in examples), default=0)
+        time, blocks = self.config.buckets[bucket]
+        empty = Example(0, (), ())
+        padded = [*examples, *[empty] * (self.config.rows - len(examples))]
+        return make_batch(
+            padded,
+            time=time,
+            blocks=blocks,
+            block=self._block,
+            pad_id=self.tokenizer.pad_id,
+            seed=self.config.seed,
+            epoch=0,
+            pad_weight=self.config.pad_weight,
+        )
+
+
+def to_example(tokenizer: Tokenizer, item: tasks.Item, *, thinking: bool, sample: int) -> Example:
+    """Prompt and response of an item, tokenised apart; the response ends its turn."""
+    prompt = tokenize_prompt(tokenizer, tasks.messages(item), enable_thinking=thinking)
+    response = tokenizer.encode(tasks.response_text(item, thinking), special=True)
+    return Example(sample, prompt, [*response, tokenizer.end_of_turn_id])

@@ -1,0 +1,119 @@
+"""From a (prompt, response) pair to the two streams of training.
+
+The block grid starts at the response's first token. A response is its tokens and the stop that
+ends the turn; past it, its last block is filled with pads, as a preview always sees full blocks.
+Noise depends on (seed, epoch, sample, block) only, so a batch is the same however it is split,
+resumed or ordered.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Example(NamedTuple):
+    """One tokenised sample; prompt and response are tokenised apart."""
+
+    sample: int  # its number, the source of its noise
+    prompt: Sequence[int]
+    response: Sequence[int]  # ends with the stop token
+
+    @property
+    def length(self) -> int:
+        """Tokens of the clean stream."""
+        return len(self.prompt) + len(self.response)
+
+
+class Batch(NamedTuple):
+    """Right-padded samples and their blocks, as numpy arrays.
+
+    Attributes:
+        tokens: int32 [rows, time], the clean stream.
+        n_valid: int32 [rows].
+        target_weight: float32 [rows, time], weight of predicting this token from those before it.
+        block_index: int32 [rows, blocks], clean tokens before each block; 0 where there is none.
+        block_tokens: int32 [rows, blocks, block], clean tokens of the blocks.
+        block_masked: bool [rows, blocks, block], the noise.
+        block_n_valid: int32 [rows, blocks], block length, or 0 where there is no block.
+        block_weight: float32 [rows, blocks, block], loss weight of a position when it is masked.
+    """
+
+    tokens: np.ndarray
+    n_valid: np.ndarray
+    target_weight: np.ndarray
+    block_index: np.ndarray
+    block_tokens: np.ndarray
+    block_masked: np.ndarray
+    block_n_valid: np.ndarray
+    block_weight: np.ndarray
+
+
+def noise_levels(seed: int, epoch: int, sample: int, blocks: int) -> np.ndarray:
+    """Mask probability t of each block, [blocks], uniform on [0, 1) in the marginal.
+
+    Antithetic strata: one uniform draw per sample, rotated by 1/blocks from block to block.
+    """
+    u = np.random.default_rng([seed, epoch, sample]).random()
+    return (u + np.arange(blocks) / blocks) % 1.0
+
+
+def block_noise(seed: int, epoch: int, sample: int, blocks: int, block: int) -> np.ndarray:
+    """Which positions are masked, bool [blocks, block]: each with its block's t, at least one."""
+    masked = np.zeros((blocks, block), bool)
+    for b, t in enumerate(noise_levels(seed, epoch, sample, blocks)):
+        draw = np.random.default_rng([seed, epoch, sample, b]).random(block)
+        masked[b] = draw < t
+        if not masked[b].any():
+            masked[b, draw.argmin()] = True
+    return masked
+
+
+def make_batch(
+    examples: Sequence[Example],
+    *,
+    time: int,
+    blocks: int,
+    block: int,
+    pad_id: int,
+    seed: int,
+    epoch: int,
+    pad_weight: float,
+) -> Batch:
+    """Lay out samples of at most `time` tokens and at most `blocks` response blocks.
+
+    Args:
+        examples: one per row.
+        time: width of the clean stream.
+        blocks: blocks per row.
+        block: block length.
+        pad_id: fills the last block and the rows' tails.
+        seed: of the noise.
+        epoch: of the noise.
+        pad_weight: loss weight of the pads after the stop (the stop itself has 1); small, since
+            full-weight padding teaches a model to end early.
+    """
+    rows = len(examples)
+    tokens = np.full((rows, time), pad_id, np.int32)
+    target_weight = np.zeros((rows, time), np.float32)
+    index = np.zeros((rows, blocks), np.int32)
+    block_tokens = np.full((rows, blocks, block), pad_id, np.int32)
+    masked = np.zeros((rows, blocks, block), bool)
+    n_valid = np.zeros((rows, blocks), np.int32)
+    weight = np.zeros((rows, blocks, block), np.float32)
+    for r, example in enumerate(examples):
+        prompt, response = len(example.prompt), len(example.response)
+        tokens[r, : prompt + response] = [*example.prompt, *example.response]
+        target_weight[r, prompt : prompt + response] = 1.0
+        used = -(-response // block)
+        index[r, :used] = prompt + block * np.arange(used)
+        flat = block_tokens[r, :used].reshape(-1)
+        flat[:response] = example.response
+        block_tokens[r, :used] = flat.reshape(used, block)
+        masked[r, :used] = block_noise(seed, epoch, example.sample, used, block)
+        n_valid[r, :used] = block
+        flat_weight = np.full(used * block, pad_weight, np.float32)
+        flat_weight[:response] = 1.0
+        weight[r, :used] = flat_weight.reshape(used, block)
+    lengths = np.asarray([e.length for e in examples], np.int32)
+    return Batch(tokens, lengths, target_weight, index, block_tokens, masked, n_valid, weight)

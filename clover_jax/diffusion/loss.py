@@ -1,0 +1,164 @@
+"""Training loss: AR on the clean stream + weight · diffusion on the noisy blocks + router terms.
+
+Every sum is divided by its total weight over the global batch, so that a batch may be split over
+devices or accumulated without changing the loss.
+"""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from clover_jax.config import ModelConfig
+from clover_jax.diffusion.corrupt import Batch
+from clover_jax.env import Env
+from clover_jax.model.stack import StackStats
+from clover_jax.model.transformer import (
+    CleanInput,
+    NoisyInput,
+    Params,
+    align_logits,
+    forward,
+    unembed,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Weights of the loss terms.
+
+    Attributes:
+        ar: next-token loss of the clean stream.
+        diffusion: masked-token loss of the blocks; 0 leaves the blocks out of the pass.
+        diffusion_weighting: `unit`, or `inverse_t` divides a block's terms by its masked share
+            (the likelihood bound).
+        balance: router load balance, per layer: experts · sum_e f_e P_e, `top_k` when balanced.
+        router_z: squared logsumexp of the router logits (ST-MoE, arXiv 2202.08906).
+        chunk: rows of logits that exist at once.
+    """
+
+    ar: float = 1.0
+    diffusion: float = 0.3
+    diffusion_weighting: Literal["unit", "inverse_t"] = "unit"
+    balance: float = 0.001
+    router_z: float = 0.0001
+    chunk: int = 4096
+
+
+class CrossEntropy(NamedTuple):
+    """Weighted sums over some positions."""
+
+    loss: Float[Array, ""]  # nats
+    correct: Float[Array, ""]
+    weight: Float[Array, ""]
+
+
+def training_loss(
+    params: Params,
+    batch: Batch,
+    forbidden: Bool[Array, " vocab"],
+    *,
+    cfg: ModelConfig,
+    env: Env,
+    loss: LossConfig,
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """The loss and its parts, one forward over both streams.
+
+    Args:
+        params: weights.
+        batch: from `corrupt.make_batch`.
+        forbidden: ids that no position can take; they are outside the softmax.
+        cfg: the model.
+        env: where and how.
+        loss: weights.
+    """
+    noisy = None
+    if loss.diffusion:
+        noisy = NoisyInput(
+            batch.block_tokens, batch.block_masked, batch.block_n_valid, batch.block_index
+        )
+    out = forward(params, CleanInput(batch.tokens, batch.n_valid), noisy, None, cfg=cfg, env=env)
+    entropy = lambda hidden, targets, weight: cross_entropy(
+        params, hidden, targets, weight, forbidden, chunk=loss.chunk
+    )
+    ar = entropy(out.hidden.clean[:, :-1], batch.tokens[:, 1:], batch.target_weight[:, 1:])
+    balance, z = router_losses(out.stats, cfg)
+    total = loss.ar * ar.loss / ar.weight + loss.balance * balance + loss.router_z * z
+    parts = {
+        "ar_loss": ar.loss / ar.weight,
+        "ar_accuracy": ar.correct / ar.weight,
+        "router_balance": balance,
+        "router_z": z,
+    }
+    if loss.diffusion:
+        last = jnp.maximum(batch.block_index - 1, 0)
+        previous = jnp.take_along_axis(out.hidden.clean[:, None], last[..., None, None], axis=2)[
+            :, :, 0
+        ]
+        hidden = align_logits(out.hidden.noisy, previous, cfg.logits_position)
+        weight = jnp.where(batch.block_masked, batch.block_weight, 0.0)
+        weight = jnp.where((batch.block_n_valid > 0)[..., None], weight, 0.0)
+        if loss.diffusion_weighting == "inverse_t":
+            share = jnp.mean(batch.block_masked.astype(jnp.float32), axis=-1, keepdims=True)
+            weight = weight / jnp.maximum(share, jnp.float32(1e-3))
+        diffusion = entropy(hidden, batch.block_tokens, weight)
+        total = total + loss.diffusion * diffusion.loss / diffusion.weight
+        parts |= {
+            "diffusion_loss": diffusion.loss / diffusion.weight,
+            "diffusion_accuracy": diffusion.correct / diffusion.weight,
+        }
+        if out.stats.history_share is not None:
+            parts["history_share"] = jnp.mean(out.stats.history_share)
+    return total, {"loss": total, **parts}
+
+
+def cross_entropy(
+    params: Params,
+    hidden: Float[Array, "*rows width"],
+    targets: Int[Array, "*rows"],
+    weight: Float[Array, "*rows"],
+    forbidden: Bool[Array, " vocab"],
+    *,
+    chunk: int,
+) -> CrossEntropy:
+    """Weighted cross entropy, `chunk` rows of logits at a time, recomputed in the backward pass."""
+    width = hidden.shape[-1]
+    hidden, targets, weight = hidden.reshape(-1, width), targets.reshape(-1), weight.reshape(-1)
+    extra = -targets.shape[0] % chunk if targets.shape[0] > chunk else 0
+    hidden = jnp.pad(hidden, ((0, extra), (0, 0)))
+    targets, weight = jnp.pad(targets, (0, extra)), jnp.pad(weight, (0, extra))
+
+    @jax.checkpoint
+    def part(args: tuple[Array, Array, Array]) -> CrossEntropy:
+        hidden, targets, weight = args
+        logits = jnp.where(forbidden[None], -jnp.inf, unembed(params, hidden))
+        own = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+        loss = jnp.where(weight > 0, jax.nn.logsumexp(logits, axis=-1) - own, 0.0)
+        correct = (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
+        return CrossEntropy(jnp.sum(weight * loss), jnp.sum(weight * correct), jnp.sum(weight))
+
+    size = min(chunk, targets.shape[0])
+    chunked = (hidden.reshape(-1, size, width), targets.reshape(-1, size), weight.reshape(-1, size))
+    return jax.tree.map(jnp.sum, lax.map(part, chunked))
+
+
+def router_losses(stats: StackStats, cfg: ModelConfig) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Mean over layers of the balance term and the z term, over valid positions only.
+
+    Balance is experts · sum_e f_e P_e with f_e the share of positions that use expert e and P_e its
+    mean probability, per layer: pooling layers would hide one layer's collapse. Perfect: top_k.
+    """
+    r = stats.router
+    n = jnp.maximum(jnp.sum(r.assigned, axis=(1, 2)) / cfg.moe.top_k, 1.0)  # positions, per layer
+    used = jnp.sum(r.assigned, axis=1) / n[:, None]
+    prob = jnp.sum(r.prob, axis=1) / n[:, None]
+    balance = cfg.moe.num_experts * jnp.sum(lax.stop_gradient(used) * prob, axis=-1)
+    return jnp.mean(balance), jnp.mean(jnp.sum(r.z, axis=1) / n)
+
+
+def as_arrays(batch: Batch) -> Any:
+    """The batch on the default device."""
+    return jax.tree.map(jnp.asarray, batch)

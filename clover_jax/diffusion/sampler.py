@@ -1,0 +1,475 @@
+"""The decode loop: one `decode_step` body, three drivers around it.
+
+A step commits the rows whose block is finished, previews every running row's block once, and
+reveals what the model is sure of. Rows are at their own block and step; none waits for another and
+none influences another. `generate` runs steps in one `lax.while_loop` until all rows are finished,
+`run_block` until some row has finished a block (streaming, with a trace), `run_step` once (live
+view). AR decoding is the same loop with blocks of one token whose logits are the causal ones.
+
+A row's last block is never committed: nobody reads that state. A conversation goes on by a prefill
+from `cache.length`.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from clover_jax.cache import DecodeCache
+from clover_jax.config import ModelConfig
+from clover_jax.diffusion.penalties import forbid, process_logits, response_counts
+from clover_jax.diffusion.ramps import (
+    ResponseState,
+    advance,
+    block_indices,
+    ramp_bias,
+    start_response,
+)
+from clover_jax.diffusion.reveal import choose_tokens, position_keys, reveal_mask
+from clover_jax.diffusion.sampling_config import SamplerParams, SamplerStructure
+from clover_jax.diffusion.stop import block_finished, candidates, counting, first_stop
+from clover_jax.env import Env
+from clover_jax.model import transformer
+from clover_jax.model.stack import StackStats
+
+RUNNING, STOP, LENGTH, ERROR = range(4)  # DecodeState.finish
+
+
+class Passes(Protocol):
+    """What the loop asks of a model. `step` is for scripted models; a real one ignores it."""
+
+    def commit(self, params: Any, tokens: Array, n_valid: Array, cache: Any) -> Any:
+        """Causal pass that appends tokens; returns the cache."""
+        ...
+
+    def preview(
+        self, params: Any, canvas: "Canvas", n_valid: Array, cache: Any, step: Array
+    ) -> tuple[Array, StackStats | None]:
+        """Logits [rows, block, vocab] of the canvas."""
+        ...
+
+    def commit_and_preview(
+        self, params: Any, tokens: Array, n_commit: Array, canvas: "Canvas", n_valid: Array,
+        cache: Any, step: Array,
+    ) -> tuple[Any, Array, StackStats | None]:  # fmt: skip
+        """Both in one pass."""
+        ...
+
+    def next_logits(self, params: Any, cache: Any) -> Array:
+        """Causal logits [rows, vocab] of the token after the prefix."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelPasses:
+    """The passes of a real model."""
+
+    cfg: ModelConfig
+    env: Env
+
+    def commit(self, params: Any, tokens: Array, n_valid: Array, cache: Any) -> Any:
+        """See `Passes`."""
+        return transformer.extend(params, tokens, n_valid, cache, cfg=self.cfg, env=self.env).cache
+
+    def preview(
+        self, params: Any, canvas: "Canvas", n_valid: Array, cache: Any, step: Array
+    ) -> tuple[Array, StackStats | None]:
+        """See `Passes`."""
+        return transformer.preview(
+            params, canvas.tokens, canvas.masked, n_valid, cache, cfg=self.cfg, env=self.env
+        )
+
+    def commit_and_preview(
+        self, params: Any, tokens: Array, n_commit: Array, canvas: "Canvas", n_valid: Array,
+        cache: Any, step: Array,
+    ) -> tuple[Any, Array, StackStats | None]:  # fmt: skip
+        """See `Passes`."""
+        clean = transformer.CleanInput(tokens, n_commit)
+        return transformer.commit_and_preview(
+            params, clean, canvas.tokens, canvas.masked, n_valid, cache, cfg=self.cfg, env=self.env
+        )
+
+    def next_logits(self, params: Any, cache: Any) -> Array:
+        """See `Passes`."""
+        return transformer.next_token_logits(params, cache, env=self.env)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """The static part of a decode loop.
+
+    Attributes:
+        passes: the model.
+        structure: policy and confidence source.
+        block: canvas length; 1 in `ar` mode.
+        mode: `block` denoises canvases, `ar` takes one causal token at a time.
+        fuse_commit: commit a block and preview the next one in one pass over the weights.
+        margins: record how near each row came to another decision (`DecodeState.margin`).
+    """
+
+    passes: Passes
+    structure: SamplerStructure
+    block: int
+    mode: Literal["block", "ar"] = "block"
+    fuse_commit: bool = False
+    margins: bool = False
+
+
+class Rules(NamedTuple):
+    """What the vocabulary says, from the checkpoint folder."""
+
+    forbidden: Bool[Array, " vocab"]  # the mask, and ids past the tokenizer's end
+    stop_ids: Int[Array, " stops"]
+    think_close: Int[Array, ""]  # -1: none
+
+
+class Canvas(NamedTuple):
+    """The blocks being denoised. Masked-ness is a flag, never `token == mask_id`."""
+
+    tokens: Int[Array, "rows block"]
+    masked: Bool[Array, "rows block"]
+    logprob: Float[Array, "rows block"]  # log softmax(P)[token] when it was revealed
+    confidence: Float[Array, "rows block"]  # of the latest preview's pick
+    revealed_at: Int[Array, "rows block"]  # step in the block, -1 while masked
+    guess: Int[Array, "rows block"]  # the latest preview's pick at every position
+
+
+class Text(NamedTuple):
+    """What has been written, by response index."""
+
+    tokens: Int[Array, "rows limit"]
+    logprob: Float[Array, "rows limit"]
+    confidence: Float[Array, "rows limit"]
+    revealed_at: Int[Array, "rows limit"]
+    length: Int[Array, " rows"]  # up to and including the stop
+
+
+class Counters(NamedTuple):
+    """Accounting per row; expert counts are sums over previews, per layer."""
+
+    previews: Int[Array, " rows"]
+    forwards: Int[Array, " rows"]  # previews and commits; a fused pass is one
+    experts: Float[Array, "layers rows"]  # distinct experts of the row
+    experts_union: Float[Array, " layers"]  # distinct experts of the batch
+    steps: Int[Array, ""]  # decode steps of the batch
+
+
+class DecodeState(NamedTuple):
+    """Everything a decode loop carries."""
+
+    cache: DecodeCache
+    response: ResponseState  # of committed tokens
+    counts: Int[Array, "rows vocab"]  # of committed response tokens
+    canvas: Canvas
+    step: Int[Array, " rows"]  # previews of the current block
+    pending: Bool[Array, " rows"]  # the canvas is finished and waits for its commit
+    finish: Int[Array, " rows"]  # RUNNING, STOP, LENGTH or ERROR
+    text: Text
+    max_tokens: Int[Array, " rows"]
+    seed: UInt32[Array, " rows"]
+    sample_index: UInt32[Array, " rows"]
+    context: Int[Array, ""]  # tokens that cache and model hold
+    counters: Counters
+    margin: Float[Array, " rows"]  # smallest decision margin so far
+
+
+class Trace(NamedTuple):
+    """Canvases after each step of a `run_block` call, step axis first."""
+
+    canvas: Canvas
+    step: Int[Array, "steps rows"]
+    ran: Bool[Array, "steps rows"]  # the row was still running
+    used: Int[Array, ""]  # steps recorded
+
+
+def start(
+    cache: DecodeCache,
+    *,
+    loop: Loop,
+    vocab_size: int,
+    num_layers: int,
+    limit: int,
+    max_tokens: Int[Array, " rows"],
+    thinking_open: Bool[Array, " rows"],
+    seed: UInt32[Array, " rows"],
+    sample_index: UInt32[Array, " rows"],
+    context: Int[Array, ""],
+) -> DecodeState:
+    """State after the prompts' prefill.
+
+    Args:
+        cache: the prompts.
+        loop: static part.
+        vocab_size: rows of the logits.
+        num_layers: rows of the expert accounting.
+        limit: size of the text buffers, at least every max_tokens.
+        max_tokens: at most this many tokens per row; 0 for a row that only fills the batch.
+        thinking_open: the prompt ends inside an open thinking block.
+        seed: of each row's request.
+        sample_index: which of the request's samples the row is.
+        context: positions that cache and model hold.
+    """
+    rows, block = cache.rows, loop.block
+    fill = lambda width, value, dtype: jnp.full((rows, width), value, dtype)
+    zeros = lambda: jnp.zeros((rows,), jnp.int32)  # each its own buffer: the state is donated
+    return DecodeState(
+        cache=cache,
+        response=start_response(thinking_open),
+        counts=jnp.zeros((rows, vocab_size), jnp.int32),
+        canvas=_blank_canvas(rows, block),
+        step=zeros(),
+        pending=jnp.zeros((rows,), bool),
+        finish=jnp.where((max_tokens > 0) & (cache.length < context), RUNNING, LENGTH),
+        text=Text(
+            tokens=fill(limit, 0, jnp.int32),
+            logprob=fill(limit, 0, jnp.float32),
+            confidence=fill(limit, 0, jnp.float32),
+            revealed_at=fill(limit, -1, jnp.int32),
+            length=zeros(),
+        ),
+        max_tokens=max_tokens,
+        seed=seed,
+        sample_index=sample_index,
+        context=context,
+        counters=Counters(
+            previews=zeros(),
+            forwards=zeros(),
+            experts=jnp.zeros((num_layers, rows), jnp.float32),
+            experts_union=jnp.zeros((num_layers,), jnp.float32),
+            steps=jnp.int32(0),
+        ),
+        margin=jnp.full((rows,), jnp.inf, jnp.float32),
+    )
+
+
+def decode_step(
+    params: Any, state: DecodeState, sampling: SamplerParams, rules: Rules, loop: Loop
+) -> DecodeState:
+    """Commit where a block is finished, preview, reveal, and close blocks that are resolved."""
+    running = state.finish == RUNNING
+    committing = state.pending & running
+    canvas, response, counts, step = _open_blocks(state, committing, rules)
+    length = state.cache.length + jnp.where(committing, loop.block, 0)
+    n_valid = jnp.where(running, jnp.clip(state.context - length, 0, loop.block), 0)
+    cache, logits, stats = _forward(params, state, canvas, committing, n_valid, step, loop)
+
+    # Reveal.
+    masked = canvas.masked
+    stop = first_stop(canvas.tokens, ~masked, rules.stop_ids)
+    current = response_counts(counts, canvas.tokens, counting(masked, stop))
+    bias = ramp_bias(block_indices(response, canvas.tokens, ~masked, rules.think_close), sampling)
+    processed = process_logits(
+        logits,
+        current,
+        bias,
+        sampling,
+        forbidden=rules.forbidden,
+        stop_ids=rules.stop_ids,
+        think_close=rules.think_close,
+    )
+    raw = forbid(logits, rules.forbidden) if loop.structure.confidence == "raw" else None
+    keys = position_keys(state.seed, state.sample_index, length, step, loop.block)
+    guess, confidence, logprob = choose_tokens(processed, keys, sampling, raw)
+    open_positions = candidates(masked, stop, n_valid)
+    reveal, error = reveal_mask(masked, confidence, open_positions, sampling.threshold)
+    canvas = Canvas(
+        tokens=jnp.where(reveal, guess, canvas.tokens),
+        masked=masked & ~reveal,
+        logprob=jnp.where(reveal, logprob, canvas.logprob),
+        confidence=jnp.where(masked, confidence, canvas.confidence),
+        revealed_at=jnp.where(reveal, step[:, None], canvas.revealed_at),
+        guess=jnp.where(masked, guess, canvas.guess),
+    )
+    margin = state.margin
+    if loop.margins:
+        near = _margin(processed, guess, confidence, open_positions, sampling.threshold, stats)
+        margin = jnp.minimum(margin, jnp.where(running, near, jnp.inf))
+
+    # Close.
+    stop = first_stop(canvas.tokens, ~canvas.masked, rules.stop_ids)
+    limit = jnp.minimum(state.max_tokens - response.response_length, n_valid)
+    resolved = running & ~error & block_finished(canvas.masked, stop, limit)
+    stopped = resolved & (stop < limit)
+    full = (response.response_length + limit >= state.max_tokens) | (
+        length + n_valid >= state.context
+    )
+    finish = jnp.where(stopped, STOP, jnp.where(resolved & full, LENGTH, state.finish))
+    finish = jnp.where(running & error, ERROR, finish)
+    written = jnp.where(resolved, jnp.minimum(stop + 1, limit), 0)
+    commits = jnp.zeros_like(running) if loop.fuse_commit else committing
+    return state._replace(
+        cache=cache,
+        response=response,
+        counts=counts,
+        canvas=canvas,
+        step=step + running.astype(jnp.int32),
+        pending=resolved & (finish == RUNNING),
+        finish=finish,
+        text=_write(state.text, canvas, response.response_length, written),
+        counters=_count(state.counters, running, commits, stats, loop),
+        margin=margin,
+    )
+
+
+def _blank_canvas(rows: int, block: int) -> Canvas:
+    fill = lambda value, dtype: jnp.full((rows, block), value, dtype)
+    return Canvas(
+        tokens=fill(0, jnp.int32),
+        masked=fill(True, bool),
+        logprob=fill(0, jnp.float32),
+        confidence=fill(0, jnp.float32),
+        revealed_at=fill(-1, jnp.int32),
+        guess=fill(0, jnp.int32),
+    )
+
+
+def _open_blocks(
+    state: DecodeState, committing: Array, rules: Rules
+) -> tuple[Canvas, ResponseState, Array, Array]:
+    """A blank canvas, and the committed tokens accounted for, in rows that go on to a new block."""
+    rows, block = state.canvas.tokens.shape
+    blank = _blank_canvas(rows, block)
+    fresh = lambda old, new: jnp.where(committing[:, None], new, old)
+    tokens = state.canvas.tokens
+    added = jnp.broadcast_to(committing[:, None], tokens.shape)
+    n = jnp.where(committing, block, 0)
+    return (
+        jax.tree.map(fresh, state.canvas, blank),
+        advance(state.response, tokens, n, rules.think_close),
+        response_counts(state.counts, tokens, added),
+        jnp.where(committing, 0, state.step),
+    )
+
+
+def _forward(
+    params: Any,
+    state: DecodeState,
+    canvas: Canvas,
+    committing: Array,
+    n_valid: Array,
+    step: Array,
+    loop: Loop,
+) -> tuple[DecodeCache, Array, StackStats | None]:
+    """Commit where due, and the logits of every canvas."""
+    n_commit = jnp.where(committing, loop.block, 0)
+    tokens = state.canvas.tokens
+    commit = lambda cache: loop.passes.commit(params, tokens, n_commit, cache)
+    if loop.mode == "ar":
+        cache = lax.cond(committing.any(), commit, lambda c: c, state.cache)
+        return cache, loop.passes.next_logits(params, cache)[:, None], None
+    preview = lambda cache: loop.passes.preview(params, canvas, n_valid, cache, step)
+    if not loop.fuse_commit:
+        cache = lax.cond(committing.any(), commit, lambda c: c, state.cache)
+        return cache, *preview(cache)
+    fused = lambda cache: loop.passes.commit_and_preview(
+        params, tokens, n_commit, canvas, n_valid, cache, step
+    )
+    return lax.cond(committing.any(), fused, lambda c: (c, *preview(c)), state.cache)
+
+
+def _write(text: Text, canvas: Canvas, offset: Array, written: Array) -> Text:
+    """The first `written` canvas positions of each row, at its response offset."""
+    rows, block = canvas.tokens.shape
+    at = jnp.arange(block, dtype=jnp.int32)[None]
+    limit = text.tokens.shape[1]
+    index = jnp.where(at < written[:, None], offset[:, None] + at, limit)
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    put = lambda buffer, values: buffer.at[row, index].set(values, mode="drop")
+    return Text(
+        tokens=put(text.tokens, canvas.tokens),
+        logprob=put(text.logprob, canvas.logprob),
+        confidence=put(text.confidence, canvas.confidence),
+        revealed_at=put(text.revealed_at, canvas.revealed_at),
+        length=jnp.where(written > 0, offset + written, text.length),
+    )
+
+
+def _count(
+    counters: Counters, running: Array, commits: Array, stats: StackStats | None, loop: Loop
+) -> Counters:
+    ran = running.astype(jnp.int32)
+    previews = jnp.zeros_like(ran) if loop.mode == "ar" else ran
+    experts, union = counters.experts, counters.experts_union
+    if stats is not None:
+        touched = stats.router.touched & running[None, :, None]
+        experts = experts + jnp.sum(touched.astype(jnp.float32), axis=-1)
+        union = union + jnp.sum(jnp.any(touched, axis=1).astype(jnp.float32), axis=-1)
+    return Counters(
+        previews=counters.previews + previews,
+        forwards=counters.forwards + previews + commits.astype(jnp.int32),
+        experts=experts,
+        experts_union=union,
+        steps=counters.steps + 1,
+    )
+
+
+def _margin(
+    processed: Array,
+    guess: Array,
+    confidence: Array,
+    candidate: Array,
+    threshold: Array,
+    stats: StackStats | None,
+) -> Float[Array, " rows"]:
+    """Smallest top-2 logit gap, |confidence - threshold|, router and coreset gap of each row."""
+    ids = jnp.arange(processed.shape[-1], dtype=jnp.int32)
+    rest = jnp.where(ids[None, None] == guess[..., None], -jnp.inf, processed).max(-1)
+    best = jnp.take_along_axis(processed, guess[..., None], axis=-1)[..., 0]
+    near = jnp.minimum(best - rest, jnp.abs(confidence - threshold[:, None]))
+    near = jnp.where(candidate, near, jnp.inf).min(-1)
+    if stats is not None:
+        router = jnp.minimum(stats.router.margin, stats.router.coreset_margin)
+        near = jnp.minimum(near, router.min(0))
+    return near
+
+
+@functools.partial(jax.jit, static_argnames=("loop",), donate_argnames=("state",))
+def generate(
+    params: Any, state: DecodeState, sampling: SamplerParams, rules: Rules, *, loop: Loop
+) -> DecodeState:
+    """Driver 1: every block and step of every row, without leaving the device."""
+    return lax.while_loop(
+        lambda s: jnp.any(s.finish == RUNNING),
+        lambda s: decode_step(params, s, sampling, rules, loop),
+        state,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("loop",), donate_argnames=("state",))
+def run_block(
+    params: Any, state: DecodeState, sampling: SamplerParams, rules: Rules, *, loop: Loop
+) -> tuple[DecodeState, Trace]:
+    """Driver 2: steps until some row has resolved a block, with their canvases."""
+    most = loop.block + 1
+    buffers = jax.tree.map(lambda a: jnp.zeros((most, *a.shape), a.dtype), state.canvas)
+    by_step = lambda dtype: jnp.zeros((most, *state.step.shape), dtype)
+    trace = Trace(buffers, by_step(jnp.int32), by_step(bool), jnp.int32(0))
+
+    def body(carry: tuple[DecodeState, Trace]) -> tuple[DecodeState, Trace]:
+        state, trace = carry
+        ran = state.finish == RUNNING
+        state = decode_step(params, state, sampling, rules, loop)
+        put = lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, trace.used, 0)
+        canvas = jax.tree.map(put, trace.canvas, state.canvas)
+        step, ran = put(trace.step, state.step), put(trace.ran, ran)
+        return state, Trace(canvas, step, ran, trace.used + 1)
+
+    def unresolved(carry: tuple[DecodeState, Trace]) -> Array:
+        state, trace = carry
+        news = jnp.any(state.pending) | jnp.any((state.finish != RUNNING) != was_finished)
+        return (trace.used < most) & jnp.any(state.finish == RUNNING) & ~(news & (trace.used > 0))
+
+    was_finished = state.finish != RUNNING
+    return lax.while_loop(unresolved, body, (state, trace))
+
+
+@functools.partial(jax.jit, static_argnames=("loop",), donate_argnames=("state",))
+def run_step(
+    params: Any, state: DecodeState, sampling: SamplerParams, rules: Rules, *, loop: Loop
+) -> DecodeState:
+    """Driver 3: one step."""
+    return decode_step(params, state, sampling, rules, loop)

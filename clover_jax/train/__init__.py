@@ -1,0 +1,1 @@
+"""One-device training: AR pre-training, calibration of the block operator, conversion."""

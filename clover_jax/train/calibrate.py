@@ -1,0 +1,133 @@
+"""Fit the block operator's three scalars per head before conversion.
+
+A convex mix of a state read and block values cannot reproduce the delta rule exactly, so training
+would start from a damaged model. Calibration regresses, over blocks of 1 to 32 valid positions and
+half of them partly masked, each GDN layer's block values on its causal values at the same
+positions, both after the gated norm's normalisation.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+
+from clover_jax.config import ModelConfig
+from clover_jax.diffusion.corrupt import Batch
+from clover_jax.env import Env
+from clover_jax.model.norm import normalise
+from clover_jax.model.stack import Groups
+from clover_jax.model.transformer import CleanInput, NoisyInput, Params, forward
+
+SCALARS = ("bd_softmax_logit_scale", "bd_softmax_history_bias", "bd_softmax_history_c")
+
+
+class Residuals(NamedTuple):
+    """Relative squared residual per GDN layer and number of valid positions."""
+
+    lengths: tuple[int, ...]
+    before: np.ndarray  # [linear_layers, lengths]
+    after: np.ndarray
+
+
+def block_lengths(block: int) -> tuple[int, ...]:
+    """1, 2, 4, ... up to the block length."""
+    return tuple(2**i for i in range(block.bit_length())) if block > 1 else (1,)
+
+
+def vary_blocks(batch: Batch, step: int, block: int) -> Batch:
+    """The batch with other valid lengths per block, every second one without masks."""
+    lengths = np.asarray(block_lengths(block), np.int32)
+    draw = np.random.default_rng([step])
+    n = draw.choice(lengths, batch.block_n_valid.shape).astype(np.int32)
+    masked = batch.block_masked & (draw.random(n.shape) < 0.5)[..., None]
+    # A block may not reach past the clean stream: its causal values would not exist.
+    room = batch.n_valid[:, None] - batch.block_index
+    n = np.where((batch.block_n_valid > 0) & (n <= room), n, 0)
+    return batch._replace(block_n_valid=n, block_masked=masked)
+
+
+def residual(
+    scalars: dict[str, Array], params: Params, batch: Batch, *, cfg: ModelConfig, env: Env
+) -> tuple[Float[Array, ""], Float[Array, "layers lengths"]]:
+    """Mean relative residual, and the table per GDN layer and valid length."""
+    params = with_scalars(params, scalars)
+    noisy = NoisyInput(
+        batch.block_tokens, batch.block_masked, batch.block_n_valid, batch.block_index
+    )
+    out = forward(
+        params, CleanInput(batch.tokens, batch.n_valid), noisy, None, cfg=cfg, env=env, taps=True
+    )
+    taps: Any = out.taps
+    at = batch.block_index[..., None] + jnp.arange(cfg.block_length, dtype=jnp.int32)
+    at = jnp.minimum(at, batch.tokens.shape[1] - 1).reshape(at.shape[0], -1)
+    causal = jnp.take_along_axis(taps.causal, at[None, :, :, None, None], axis=2)
+    causal = causal.reshape(taps.block.shape)
+    scaled = lambda x: normalise(x, eps=cfg.rms_norm_eps)
+    error = jnp.mean(
+        (scaled(taps.block) - jax.lax.stop_gradient(scaled(causal))) ** 2, axis=(-2, -1)
+    )
+    position = jnp.arange(cfg.block_length, dtype=jnp.int32)
+    valid = position[None, None] < batch.block_n_valid[..., None]
+    error = jnp.where(valid[None], error, 0.0)
+    by_length = []
+    for n in block_lengths(cfg.block_length):
+        chosen = (batch.block_n_valid == n)[None, :, :, None] & valid[None]
+        count = jnp.maximum(jnp.sum(chosen.astype(jnp.float32), axis=(1, 2, 3)), 1.0)
+        by_length.append(jnp.sum(jnp.where(chosen, error, 0.0), axis=(1, 2, 3)) / count)
+    return jnp.sum(error) / jnp.sum(valid.astype(jnp.float32)), jnp.stack(by_length, axis=1)
+
+
+def calibrate(
+    params: Params,
+    batches: list[Batch],
+    *,
+    cfg: ModelConfig,
+    env: Env,
+    learning_rate: float = 0.05,
+) -> tuple[Params, Residuals]:
+    """One Adam step per batch on the scalars alone; residuals are those of the first batch.
+
+    Args:
+        params: stacked weights; all but the scalars stay.
+        batches: from the training distribution.
+        cfg: a config with the block operator.
+        env: where and how.
+        learning_rate: of Adam.
+    """
+    scalars = scalars_of(params)
+    optimiser = optax.adam(learning_rate)
+
+    @jax.jit
+    def step(scalars: dict, inner: Any, params: Params, batch: Batch) -> tuple:
+        grads, table = jax.grad(residual, has_aux=True)(scalars, params, batch, cfg=cfg, env=env)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, inner = optimiser.update(grads, inner)
+            return optax.apply_updates(scalars, updates), inner, table
+
+    inner = optimiser.init(scalars)
+    varied = [vary_blocks(batch, i, cfg.block_length) for i, batch in enumerate(batches)]
+    before = None
+    for batch in varied:
+        scalars, inner, table = step(scalars, inner, params, batch)
+        before = np.asarray(table) if before is None else before
+    _, _, after = step(scalars, inner, params, varied[0])
+    assert before is not None
+    found = Residuals(block_lengths(cfg.block_length), before, np.asarray(after))
+    return with_scalars(params, scalars), found
+
+
+def scalars_of(params: Params) -> dict[str, Array]:
+    """The block operator's scalars, leaves [group, layer, value_heads]."""
+    assert isinstance(params.layers, Groups)
+    return {name: getattr(params.layers.linear.linear_attn, name) for name in SCALARS}
+
+
+def with_scalars(params: Params, scalars: dict[str, Array]) -> Params:
+    """The weights with other scalars."""
+    assert isinstance(params.layers, Groups)
+    linear = params.layers.linear
+    linear = linear.replace(linear_attn=linear.linear_attn.replace(**scalars))  # pyright: ignore
+    return params.replace(layers=params.layers.replace(linear=linear))  # pyright: ignore

@@ -1,0 +1,269 @@
+"""Runs that can be interrupted: pre-training from nothing, and conversion of a checkpoint.
+
+A run lives in a folder of its own:
+
+    run.json        what was asked for; a resumed run must ask for the same
+    source/         conversion only: the Clover folder it started from, after calibration
+    tokenizer/      pre-training only: the tokenizer, trained on the first samples
+    checkpoints/    orbax; parameters, optimiser, step
+    log.jsonl       one line of metrics per logged step
+    model/          the Hugging Face folder, written when the run is complete
+
+Batches are pure functions of the step, so a resumed run takes the very same steps.
+"""
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from clover_jax import checkpoint
+from clover_jax.config import ModelConfig, canonical_json
+from clover_jax.data import bpe, tasks
+from clover_jax.data.pipeline import DataConfig, TaskBatches
+from clover_jax.data.tokenizer import Tokenizer
+from clover_jax.diffusion.loss import LossConfig, as_arrays, training_loss
+from clover_jax.env import Env
+from clover_jax.errors import CloverError
+from clover_jax.model.transformer import Params, param_specs, restack, unstack
+from clover_jax.params import initialise
+from clover_jax.presets import PRESETS
+from clover_jax.train.calibrate import Residuals, calibrate
+from clover_jax.train.step import OptimiserConfig, TrainState, init_state, train_step
+
+ENV = Env(moe_tile=128)  # a batch gives every expert hundreds of rows
+VALIDATION_BATCHES = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What a run is asked to do.
+
+    Attributes:
+        kind: `pretrain` (clean stream only) or `convert` (both streams).
+        start: a preset's name, or the folder of the checkpoint to convert.
+        data: what it reads.
+        loss: weights of the terms.
+        optimiser: rates and steps.
+        seed: of the start values.
+        calibration_steps: conversion only.
+    """
+
+    kind: str
+    start: str
+    data: DataConfig
+    loss: LossConfig
+    optimiser: OptimiserConfig
+    seed: int = 0
+    calibration_steps: int = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """One line of a run's log."""
+
+    step: int
+    steps: int
+    metrics: dict[str, float]
+    tokens_per_second: float
+    seconds_left: float
+
+
+Report = Callable[[Progress], None]
+
+
+def pretrain(run: RunConfig, folder: Path, *, report: Report, save_seconds: float = 120) -> Path:
+    """Train the autoregressive base of a preset; returns the model folder.
+
+    The parent has no block operator, no mask token and no coreset: it is a Qwen3.6 model.
+
+    Raises:
+        CloverError: unknown preset, or the folder belongs to another run.
+    """
+    if run.start not in PRESETS:
+        raise CloverError(f"preset is {run.start!r}: expected one of {', '.join(PRESETS)}")
+    preset = PRESETS[run.start]()
+    cfg = preset.replace(bd_gdn=None, mask_token_id=None, **{"moe.coreset": None})
+    _claim(run, folder)
+    tokenizer_folder = folder / "tokenizer"
+    if not (tokenizer_folder / "tokenizer_config.json").exists():
+        _train_tokenizer(run, cfg, tokenizer_folder)
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    params = initialise(param_specs(cfg), jax.random.key(run.seed))
+    return _run(run, folder, cfg, params, tokenizer, tokenizer_folder, report, save_seconds)
+
+
+def convert(
+    run: RunConfig,
+    folder: Path,
+    *,
+    report: Report,
+    calibrated: Callable[[Residuals], None],
+    save_seconds: float = 120,
+) -> Path:
+    """Calibrate and train a Qwen3.6 or Clover folder on both streams; returns the model folder.
+
+    Raises:
+        CloverError: the source cannot be loaded, or the folder belongs to another run.
+    """
+    _claim(run, folder)
+    source = folder / "source"
+    if not source.exists():
+        start = Path(run.start)
+        if checkpoint.inspect(start).require_loadable().bd_gdn is None:
+            checkpoint.convert(start, folder / "uncalibrated", overwrite=True)
+            start = folder / "uncalibrated"
+        cfg, params, _ = checkpoint.load(start, dtype="float32")
+        tokenizer = Tokenizer.load(start)
+        batches = TaskBatches(tokenizer, run.data, block=cfg.block_length)
+        if run.calibration_steps:
+            examples = [batches.batch(step) for step in range(run.calibration_steps)]
+            params, residuals = calibrate(params, examples, cfg=cfg, env=ENV)
+            calibrated(residuals)
+        checkpoint.save(source, cfg, params, files_from=start)
+        shutil.rmtree(folder / "uncalibrated", ignore_errors=True)
+    cfg, params, _ = checkpoint.load(source, dtype="float32")
+    tokenizer = Tokenizer.load(source)
+    return _run(run, folder, cfg, params, tokenizer, source, report, save_seconds)
+
+
+def _claim(run: RunConfig, folder: Path) -> None:
+    """Make the folder this run's own, or check that it is."""
+    asked = canonical_json(run)
+    path = folder / "run.json"
+    if path.exists():
+        if path.read_text() != asked:
+            raise CloverError(
+                f"{folder} holds another run (see {path}): repeat its settings to resume it, or "
+                "choose another folder"
+            )
+    elif folder.exists() and any(folder.iterdir()):
+        raise CloverError(f"{folder} is not empty and holds no run: choose another folder")
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(asked)
+
+
+def _train_tokenizer(run: RunConfig, cfg: ModelConfig, folder: Path) -> None:
+    items = (tasks.item_at(run.data.mix, run.data.seed, "train", i) for i in range(8000))
+    texts = (
+        f"user\n{item.prompt}\nassistant\n\n{item.thinking}\n\n{item.answer}\n" for item in items
+    )
+    learnt = bpe.train_bpe(texts, cfg.vocab_size)
+    bpe.write_tokenizer(folder, learnt, model_max_length=cfg.max_position_embeddings)
+
+
+def _run(
+    run: RunConfig,
+    folder: Path,
+    cfg: ModelConfig,
+    params: Params,
+    tokenizer: Tokenizer,
+    files_from: Path,
+    report: Report,
+    save_seconds: float,
+) -> Path:
+    batches = TaskBatches(tokenizer, run.data, block=cfg.block_length)
+    forbidden = np.arange(cfg.vocab_size) >= tokenizer.vocab_size
+    if tokenizer.mask_id is not None:
+        forbidden[tokenizer.mask_id] = True
+    forbidden = jnp.asarray(forbidden)
+    state = init_state(unstack(params), run.optimiser)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+    with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
+        latest = manager.latest_step()
+        if latest is not None:
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+            state = manager.restore(latest, args=ocp.args.StandardRestore(abstract))
+        save = lambda state: manager.save(int(state.step), args=ocp.args.StandardSave(state))
+        saved = time.monotonic()
+        try:
+            for newest, line in _steps(state, run, batches, cfg, forbidden):
+                state = newest
+                if line is not None:
+                    with (folder / "log.jsonl").open("a") as log:
+                        log.write(json.dumps({"step": line.step, **line.metrics}) + "\n")
+                    report(line)
+                if time.monotonic() - saved > save_seconds:
+                    save(state)
+                    saved = time.monotonic()
+        finally:
+            if int(state.step) != manager.latest_step() and int(state.step) > 0:
+                save(state)
+            manager.wait_until_finished()
+    final = _validate(state, run, batches, cfg, forbidden)
+    report(Progress(run.optimiser.steps, run.optimiser.steps, final, 0.0, 0.0))
+    with (folder / "log.jsonl").open("a") as log:
+        log.write(json.dumps({"step": run.optimiser.steps, **final}) + "\n")
+    model = folder / "model"
+    checkpoint.save(
+        model,
+        cfg,
+        restack(state.params, cfg),
+        dtype="bfloat16",
+        files_from=files_from,
+        overwrite=True,
+    )
+    return model
+
+
+def _steps(
+    state: TrainState, run: RunConfig, batches: TaskBatches, cfg: ModelConfig, forbidden: Any
+) -> Iterator[tuple[TrainState, Progress | None]]:
+    """All remaining steps; a progress line every 10, averaged over them."""
+    every, total = 10, run.optimiser.steps
+    pending: list[dict[str, Any]] = []
+    tokens, began, first = 0, time.monotonic(), int(state.step)
+    for step in range(first, total):
+        batch = batches.batch(step)
+        state, metrics = train_step(
+            state,
+            as_arrays(batch),
+            forbidden,
+            cfg=cfg,
+            env=ENV,
+            loss=run.loss,
+            optimiser=run.optimiser,
+        )
+        pending.append(metrics)
+        tokens += int(batch.n_valid.sum())
+        line = None
+        if (step + 1) % every == 0 or step + 1 == total:
+            # Read the device every `every` steps only, so that it never waits for the host.
+            read = jax.device_get(pending)
+            mean = {k: float(np.mean([m[k] for m in read])) for k in read[0]}
+            elapsed = time.monotonic() - began
+            left = elapsed / (step + 1 - first) * (total - step - 1)
+            line = Progress(step + 1, total, mean, tokens / elapsed, left)
+            pending = []
+        yield state, line
+
+
+def _validate(
+    state: TrainState, run: RunConfig, batches: TaskBatches, cfg: ModelConfig, forbidden: Any
+) -> dict[str, float]:
+    """Mean metrics of a few batches of the `val` split."""
+    loss = jax.jit(training_loss, static_argnames=("cfg", "env", "loss"))
+    held_out = TaskBatches(batches.tokenizer, run.data, block=cfg.block_length, split="val")
+    read = [
+        jax.device_get(
+            loss(
+                state.params,
+                as_arrays(held_out.batch(i)),
+                forbidden,
+                cfg=cfg,
+                env=ENV,
+                loss=run.loss,
+            )[1]
+        )
+        for i in range(VALIDATION_BATCHES)
+    ]
+    return {f"val_{k}": float(np.mean([m[k] for m in read])) for k in read[0]}

@@ -1,0 +1,157 @@
+"""Attention over cached cells and the own block against one dense softmax in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.block_attention import KV_TILE, BlockKV, block_attention
+from tests.helpers.limits import assert_close
+
+GROUPS, ROWS, HEADS, KV_HEADS, CHANNEL = 2, 2, 4, 2, 6
+BLOCKS, BLOCK = 2, 3
+QUERIES, GROUP, SCALE = BLOCKS * BLOCK, 1, 0.7
+LIMITS = {  # of every query, per row
+    "nothing and all": [[0, 1, 2, 3, KV_TILE, 2 * KV_TILE], [0] * 6],
+    "around a tile": [[KV_TILE - 1, KV_TILE, KV_TILE + 1] * 2, [1, 1, 1, 700, 700, 700]],
+    "first tile": [[5] * 6, [1, 2, 3, 4, 5, 6]],
+}
+
+
+def inputs(capacity: int, sharp: float = 1.0):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    q = sharp * draw(ROWS, QUERIES, HEADS, CHANNEL)
+    cells = (GROUPS, ROWS, 2 * KV_TILE, KV_HEADS, CHANNEL)  # the first ones for any capacity
+    k, v = (draw(*cells)[:, :, :capacity] for _ in range(2))
+    own = BlockKV(*(draw(ROWS, BLOCKS, BLOCK, KV_HEADS, CHANNEL) for _ in range(2)), OWN_VALID)
+    return np.float32(q), k, v, own
+
+
+OWN_VALID = np.array([[[True, True, True], [True, False, True]], [[True, False, False], [False] * 3]])
+
+
+def dense(q, k, v, limit, own):
+    out = np.zeros(q.shape)
+    for r in range(ROWS):
+        for i in range(q.shape[1]):
+            for h in range(HEADS):
+                g = h // (HEADS // KV_HEADS)
+                keys, values = k[GROUP, r, : limit[r, i], g], v[GROUP, r, : limit[r, i], g]
+                if own is not None:
+                    seen = own.valid[r, i // BLOCK]
+                    keys = np.concatenate([keys, own.k[r, i // BLOCK, seen, g]])
+                    values = np.concatenate([values, own.v[r, i // BLOCK, seen, g]])
+                if len(keys):
+                    logits = SCALE * (keys.astype(np.float64) @ q[r, i, h])
+                    w = np.exp(logits - logits.max())
+                    out[r, i, h] = w / w.sum() @ values
+    return out
+
+
+@functools.partial(jax.jit, static_argnames=("differentiable", "impl"))
+def attend(q, k, v, limit, own, *, differentiable=False, impl="xla"):
+    group = jnp.int32(GROUP)
+    return block_attention(
+        q, k, v, group, limit, own, scale=SCALE, differentiable=differentiable, impl=impl
+    )
+
+
+@pytest.mark.parametrize("differentiable", (False, True), ids=("dynamic", "differentiable"))
+@pytest.mark.parametrize("with_own", (False, True), ids=("causal", "block"))
+def test_xla_is_the_dense_softmax(with_own, differentiable):
+    for case, limit in LIMITS.items():
+        for sharp in (1.0, 40.0):
+            q, k, v, own = inputs(2 * KV_TILE, sharp)
+            own = own if with_own else None
+            limit = np.array(limit, np.int32)
+            got = attend(q, k, v, limit, own, differentiable=differentiable)
+            assert_close("op", f"{case}, sharpness {sharp}", got, dense(q, k, v, limit, own))
+
+
+@pytest.mark.parametrize("with_own", (False, True), ids=("causal", "block"))
+def test_reference_is_the_dense_softmax(with_own):
+    q, k, v, own = inputs(4)
+    limit = np.array([[0, 1, 2, 3, 4, 4], [0, 0, 0, 0, 2, 2]], np.int32)
+    own = own if with_own else None
+    own = own and BlockKV(*map(jnp.asarray, own))
+    got = block_attention(
+        *map(jnp.asarray, (q, k, v)), GROUP, jnp.asarray(limit), own,
+        scale=SCALE, differentiable=False, impl="reference",
+    )  # fmt: skip
+    assert_close("op", "reference", got, dense(q, k, v, limit, own))
+
+
+@pytest.mark.parametrize("with_own", (False, True), ids=("causal", "block"))
+@pytest.mark.parametrize("junk", (np.nan, 1e4))
+def test_unused_cells_cannot_matter(junk, with_own):
+    q, k, v, own = inputs(2 * KV_TILE)
+    own = own if with_own else None
+    limit = np.array(LIMITS["around a tile"], np.int32)
+    clean = attend(q, k, v, limit, own)
+    unused = np.arange(2 * KV_TILE)[None] >= limit.max(axis=1, keepdims=True)
+    spoil = lambda a: np.where(unused[None, :, :, None, None], np.float32(junk), a)
+    for differentiable in (False, True):
+        got = attend(q, spoil(k), spoil(v), limit, own, differentiable=differentiable)
+        np.testing.assert_array_equal(
+            got, clean if not differentiable else attend(q, k, v, limit, own, differentiable=True)
+        )
+
+
+def test_capacity_never_matters():
+    """A row's result is bit-equal in a cache of one tile and of two."""
+    limit = np.array(LIMITS["first tile"], np.int32)
+    small, large = (attend(*inputs(c)[:3], limit, None) for c in (KV_TILE, 2 * KV_TILE))
+    np.testing.assert_array_equal(small, large)
+
+
+def test_gradients():
+    """Of every input, against plain differentiation of a dense softmax; two tiles, ragged blocks."""
+    q, k, v, own = inputs(2 * KV_TILE)
+    limit = np.array(LIMITS["around a tile"], np.int32)
+    w = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
+
+    def plain(q, k, v, own, **_):
+        repeat = lambda a: jnp.repeat(a, HEADS // KV_HEADS, axis=-2)
+        keys, values = repeat(k[GROUP]), repeat(v[GROUP])
+        cells = SCALE * jnp.einsum("rihc,rthc->rhit", q, keys)
+        cells = jnp.where(np.arange(2 * KV_TILE) < limit[:, None, :, None], cells, -1e30)
+        mine = np.arange(QUERIES)[:, None] // BLOCK == np.arange(QUERIES)[None] // BLOCK
+        mine = mine[None] & own.valid.reshape(ROWS, 1, QUERIES)
+        flat = lambda a: repeat(a.reshape(ROWS, QUERIES, KV_HEADS, CHANNEL))
+        block = SCALE * jnp.einsum("rihc,rjhc->rhij", q, flat(own.k))
+        block = jnp.where(mine[:, None], block, -1e30)
+        probs = jax.nn.softmax(jnp.concatenate([cells, block], axis=-1), axis=-1)
+        both = jnp.concatenate([values, flat(own.v)], axis=1)
+        return jnp.einsum("rhit,rthc->rihc", probs, both)
+
+    xla = functools.partial(attend, limit=limit, differentiable=True)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def grads(call, q, k, v, own_k, own_v):
+        loss = lambda q, k, v, a, b: jnp.sum(w * call(q, k, v, own=BlockKV(a, b, own.valid)))
+        return jax.grad(loss, argnums=(0, 1, 2, 3, 4))(q, k, v, own_k, own_v)
+
+    got, want = (grads(call, q, k, v, own.k, own.v) for call in (xla, plain))
+    for name, a, b in zip(("q", "k", "v", "own k", "own v"), got, want, strict=True):
+        assert_close("gradient", f"gradient of {name}", a, b)
+    unused = np.arange(2 * KV_TILE)[None] >= limit.max(axis=1, keepdims=True)
+    assert not np.asarray(got[1])[GROUP][unused].any()
+    assert not np.asarray(got[1])[1 - GROUP].any()
+
+
+def test_ragged_capacity_is_refused():
+    q, k, v, _ = inputs(2 * KV_TILE)
+    with pytest.raises(ValueError, match=f"capacity {KV_TILE + 1} is not a multiple"):
+        attend(q, k[:, :, : KV_TILE + 1], v[:, :, : KV_TILE + 1], np.zeros((2, 6), np.int32), None)
+
+
+def test_unknown_implementation_is_named():
+    q, k, v, _ = map(jnp.asarray, (*inputs(4)[:3], 0))
+    with pytest.raises(ValueError, match="block_attention has no implementation 'cuda'"):
+        block_attention.__wrapped__(
+            q, k, v, 0, jnp.zeros((2, 6), jnp.int32), None,
+            scale=1.0, differentiable=False, impl="cuda",
+        )  # fmt: skip
