@@ -45,7 +45,8 @@ def cache_shapes(cfg: ModelConfig, rows: int, capacity: int) -> DecodeCache:
     kv = jax.ShapeDtypeStruct((g, rows, cells, a.num_kv_heads, a.head_dim), dtype)
     lead = (g, cfg.linear_per_group, rows)
     state = (*lead, d.num_value_heads, d.key_head_dim, d.value_head_dim)
-    shapes: Any = DecodeCache(
+    make: Any = DecodeCache  # of shapes, not arrays
+    return make(
         k=kv,
         v=kv,
         state=jax.ShapeDtypeStruct(state, jnp.float32),
@@ -53,7 +54,6 @@ def cache_shapes(cfg: ModelConfig, rows: int, capacity: int) -> DecodeCache:
         hidden=jax.ShapeDtypeStruct((rows, cfg.hidden_size), dtype),
         length=jax.ShapeDtypeStruct((rows,), jnp.int32),
     )
-    return shapes
 
 
 def empty_cache(cfg: ModelConfig, rows: int, capacity: int) -> DecodeCache:

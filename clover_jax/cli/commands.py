@@ -4,9 +4,10 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg, subcommand
+from tyro.conf import FlagCreatePairsOff, Positional, Suppress, UseAppendAction, arg, subcommand
 
-type Switch = Annotated[bool, FlagCreatePairsOff]  # a flag without its --no- twin
+# A flag without a --no- twin.
+Switch = Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")]
 
 
 def _own(metavar: str) -> Any:
@@ -43,7 +44,7 @@ class ModelFlags:
         frequency: Subtracted once per occurrence in the answer.
         repetition: Divides positive and multiplies negative logits of tokens the answer has.
         seed: Of the random draws.
-        stop: The text ends before the first of these strings (repeatable).
+        stop: The text ends before the first of these strings.
         system: System message.
         thinking: Think before the answer, whatever the chat template's default is.
         no_thinking: Answer without thinking.
@@ -93,7 +94,9 @@ class Generate(ModelFlags):
         screen: Save a picture (SVG) of the first block's steps and the answer.
     """
 
-    prompt: Annotated[Positional[tuple[str, ...]], arg(metavar="[PROMPT]")] = ()
+    prompt: Annotated[
+        Positional[tuple[str, ...]], arg(metavar="[PROMPT]", help_behavior_hint="")
+    ] = ()
     token_ids: OptionalText = None
     raw: Switch = False
     samples: int = 1
@@ -163,9 +166,9 @@ class RunFlags:
         learning_rate: Peak.
         warmup: Steps of linear warm-up.
         seed: Of start values, data and noise.
-        task: Task and its weight, such as gcd=2 (repeatable; all tasks by default).
+        task: Task and its weight, such as gcd=2 (all tasks by default).
         thinking_share: Share of the samples that think.
-        bucket: Row sizes as tokens x response blocks, such as 80x2, ascending (repeatable).
+        bucket: Row sizes as tokens x response blocks, such as 80x2, ascending.
     """
 
     out: Annotated[Path, arg(metavar="DIR")]
@@ -206,11 +209,18 @@ class TrainConvert(RunFlags):
     calibration_steps: int = 60
 
 
-_CheckpointCommand = Annotated[
-    Annotated[CheckpointConvert, subcommand("convert")], subcommand("checkpoint")
-]
-_TrainCommand = Annotated[
+# A group of one command needs a second member, which is not shown.
+_CheckpointCommands = (
+    Annotated[CheckpointConvert, subcommand("convert")] | Annotated[None, Suppress]
+)
+_TrainCommands = (
     Annotated[TrainPretrain, subcommand("pretrain")]
-    | Annotated[TrainConvert, subcommand("convert")],
-    subcommand("train"),
-]
+    | Annotated[TrainConvert, subcommand("convert")]
+)  # fmt: skip
+COMMANDS: Any = (
+    Annotated[Generate, subcommand("generate")]
+    | Annotated[Chat, subcommand("chat")]
+    | Annotated[Info, subcommand("info")]
+    | Annotated[_CheckpointCommands, subcommand("checkpoint", description="Rewrite folders.")]
+    | Annotated[_TrainCommands, subcommand("train", description="Train models.")]
+)  # fmt: skip

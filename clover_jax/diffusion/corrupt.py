@@ -7,7 +7,7 @@ resumed or ordered.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,7 @@ class Example(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Right-padded samples and their blocks, as numpy arrays.
+    """Right-padded samples and their blocks: numpy arrays on the host, JAX arrays in a step.
 
     Attributes:
         tokens: int32 [rows, time], the clean stream.
@@ -39,14 +39,14 @@ class Batch(NamedTuple):
         block_weight: float32 [rows, blocks, block], loss weight of a position when it is masked.
     """
 
-    tokens: np.ndarray
-    n_valid: np.ndarray
-    target_weight: np.ndarray
-    block_index: np.ndarray
-    block_tokens: np.ndarray
-    block_masked: np.ndarray
-    block_n_valid: np.ndarray
-    block_weight: np.ndarray
+    tokens: Any
+    n_valid: Any
+    target_weight: Any
+    block_index: Any
+    block_tokens: Any
+    block_masked: Any
+    block_n_valid: Any
+    block_weight: Any
 
 
 def noise_levels(seed: int, epoch: int, sample: int, blocks: int) -> np.ndarray:

@@ -346,8 +346,8 @@ class Generator:
             state = sampler.run_step(*args, loop=loop)
             if not trace:
                 return state, []
-            one = jax.tree.map(lambda a: a[None], (state.canvas, state.step))
-            return state, _canvas_events(*one, ran[None], state)
+            canvas = jax.tree.map(lambda a: a[None], state.canvas)
+            return state, _canvas_events(canvas, state.step[None], ran[None], state)
         state, record = sampler.run_block(*args, loop=loop)
         if not trace:
             return state, []

@@ -13,6 +13,7 @@ For rows t = 0 .. n-1 of a block, per value head h (key head h // group):
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +114,8 @@ def _one_block(
         o, _ = run(*rows, prefix.state)
         if switches.operator == "two_direction":
             # The second recurrence comes from the right end and starts empty.
-            back, _ = run(*(jnp.flip(a, axis=1) for a in rows), jnp.zeros_like(prefix.state))
+            mirrored: Any = jax.tree.map(lambda a: jnp.flip(a, axis=1), rows)
+            back, _ = run(*mirrored, jnp.zeros_like(prefix.state))
             o = o + jnp.flip(back, axis=1)
         return o, jnp.zeros(o.shape[:-1], jnp.float32)
 

@@ -226,7 +226,7 @@ def _mlp(
         parts.append(clean)
         valid.append(layout.clean.valid)
     if noisy is not None and layout.noisy is not None:
-        blocks = noisy.shape[1:3]
+        blocks = (noisy.shape[1], noisy.shape[2])
         parts.append(noisy.reshape(noisy.shape[0], -1, noisy.shape[-1]))
         valid.append(layout.noisy.valid.reshape(noisy.shape[0], -1))
     x = jnp.concatenate(parts, axis=1)

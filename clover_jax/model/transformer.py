@@ -60,7 +60,7 @@ class PassOutput(NamedTuple):
 
     hidden: Any  # Streams of final-normed hidden states, or None
     logits: Any  # as asked for, float32, or None
-    cache: DecodeCache | None
+    cache: Any  # DecodeCache, or None
     stats: StackStats
     taps: LayerTaps | None = None
 
@@ -334,7 +334,10 @@ def _pass(
     """`forward` for serving: all rows at once, or one fixed one-row program mapped over them."""
 
     def run(inputs: tuple, cache: DecodeCache) -> PassOutput:
-        out = forward(params, *inputs, cache, cfg=cfg, env=env, logits=logits, experts=experts)
+        clean, noisy = inputs
+        out = forward(
+            params, clean, noisy, cache, cfg=cfg, env=env, logits=logits, experts=experts
+        )
         return out._replace(hidden=None)
 
     if env.rows == "batched":

@@ -99,7 +99,7 @@ def train_step(
     (_, metrics), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
     with jax.numpy_dtype_promotion("standard"):  # optax mixes its scalars' dtypes
         updates, inner = optimiser.make().update(grads, state.optimiser, state.params)  # pyright: ignore
-        params: Any = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)  # pyright: ignore[reportArgumentType]
         metrics["gradient_norm"] = optax.global_norm(grads)
     return TrainState(params, inner, state.step + 1), metrics
 
