@@ -89,15 +89,15 @@ def parse(argv: list[str]) -> Any:
 
 def _one_line(box: str) -> str:
     """The message inside the box that tyro draws: its first section, a guess, and where to look."""
-    lines = [line.strip("│╭╮╰╯|+ \t") for line in box.splitlines()[1:-1]]
     sections: list[list[str]] = [[]]
-    for line in filter(None, lines):
-        if set(line) <= {"─", "-"}:
+    for line in box.splitlines()[1:]:  # the first is a title
+        text = line.strip("│╭╮╰╯ ")
+        if set(text) <= {"─", "-"}:
             sections.append([])
         else:
-            sections[-1].append(line)
-    first, *others = (" ".join(section) for section in sections)
+            sections[-1].append(text)
+    first, *others = (" ".join(section) for section in sections if section)
     guesses = [o.split()[3] for o in others if o.startswith("Perhaps you meant: --")]
     guess = f" (did you mean {guesses[0]}?)" if guesses else ""
-    where = others[-1].removeprefix("For full helptext, ") if others else "see clover --help"
-    return f"{first.rstrip('.')}{guess}; {where.replace('run:', 'run')}"
+    where = others[-1].removeprefix("For full helptext, ").replace("run:", "run")
+    return f"{first.rstrip('.')}{guess}; {where}"

@@ -74,7 +74,7 @@ def _messages(console: Console, interactive: bool) -> Iterator[str]:
 
 def _turn(conversation: "Conversation", message: str, console: Console, turn: int) -> Completion:
     flags, session = conversation.flags, conversation.session
-    live = console.is_terminal and not flags.json
+    live = view.in_terminal() and not flags.json
     with contextlib.ExitStack() as stack:
 
         def observers(thinking: bool) -> list[Callable[[Event], None]]:

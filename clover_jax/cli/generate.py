@@ -30,6 +30,8 @@ def generate(flags: Generate) -> int:
     """Answers one prompt; returns the exit status."""
     if flags.samples < 1:
         raise CloverError(f"--samples is {flags.samples}: expected at least 1")
+    if flags.screen is not None and not flags.screen.absolute().parent.is_dir():
+        raise CloverError(f"{flags.screen} cannot be written: its folder does not exist")
     given = _read_prompt(flags)
     with contextlib.ExitStack() as stack:
         observers: list[Callable[[Event], None]] = []
@@ -44,7 +46,7 @@ def generate(flags: Generate) -> int:
             observers.append(lambda event: _keep_canvas(canvases, event))
         console = Console(highlight=False)
         streams = flags.samples == 1 and not flags.json
-        live = streams and console.is_terminal
+        live = streams and view.in_terminal()
         if live:
             block = cfg.block_length if flags.mode == "block" else 1
             shown = view.LiveView(console, tokenizer, block=block, thinking=thinking)
@@ -135,6 +137,8 @@ def _print_plain(completions: Sequence[Completion], lines: list[str], *, streame
         if streamed:
             print()  # the text itself is there already
         else:
-            print(f"[{i}] {view.completion_text(completion, thinking=False).plain}")
+            print(
+                f"[{i}] {completion.text if completion.text is not None else completion.token_ids}"
+            )
         sys.stdout.flush()
         print(line, file=sys.stderr)

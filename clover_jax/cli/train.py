@@ -141,7 +141,7 @@ class _PlainReport:
         now = time.monotonic()
         if now - self._printed >= PLAIN_SECONDS or progress.step == progress.steps:
             self._printed = now
-            print(f"step {progress.step}/{progress.steps} {_figures(progress)}", file=sys.stderr)
+            print(f"step {progress.step}/{progress.steps}  {_figures(progress)}", file=sys.stderr)
 
 
 def _figures(progress: loop.Progress) -> str:

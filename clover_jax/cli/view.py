@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 from rich.color import Color
 from rich.console import Console, Group, RenderableType
@@ -22,6 +21,12 @@ from clover_jax.errors import CloverError
 MASKED = "░"
 UNSURE = 0.2  # a guess below this confidence still shows as masked
 _DIM = Style(dim=True)
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey them
+
+
+def in_terminal() -> bool:
+    """Whether standard output is one."""
+    return sys.stdout.isatty()
 
 
 def confidence_color(confidence: float) -> Color:
@@ -65,6 +70,7 @@ def _cell(token: int, tokenizer: Tokenizer | None) -> str:
 
 def answer_text(text: str, *, thinking: bool) -> tuple[Text, bool]:
     """The text with its thoughts dim, and whether it ends inside them."""
+    text = _CONTROLS.sub("·", text)
     if not thinking:
         return Text(text), False
     thoughts, tag, rest = text.partition(THINK_CLOSE)
@@ -99,7 +105,7 @@ class LiveView:
         self._thinking = thinking
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="ellipsis")
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "LiveView":
         self._live.start()
         self._paint()
         return self

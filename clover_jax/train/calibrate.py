@@ -21,11 +21,16 @@ from clover_jax.model.norm import normalise
 from clover_jax.model.stack import Groups
 from clover_jax.model.transformer import CleanInput, NoisyInput, Params, forward
 
+MEASURED = 8  # batches
 SCALARS = ("bd_softmax_logit_scale", "bd_softmax_history_bias", "bd_softmax_history_c")
 
 
 class Residuals(NamedTuple):
-    """Relative squared residual per GDN layer and number of valid positions."""
+    """Mean squared residual per GDN layer and number of valid positions.
+
+    Both sides are normalised to mean square 1, so 0 is equal and 2 is unrelated. NaN: no block of
+    that length among the measured batches.
+    """
 
     lengths: tuple[int, ...]
     before: np.ndarray  # [linear_layers, lengths]
@@ -51,8 +56,8 @@ def vary_blocks(batch: Batch, step: int, block: int) -> Batch:
 
 def residual(
     scalars: dict[str, Array], params: Params, batch: Batch, *, cfg: ModelConfig, env: Env
-) -> tuple[Float[Array, ""], Float[Array, "layers lengths"]]:
-    """Mean relative residual, and the table per GDN layer and valid length."""
+) -> tuple[Float[Array, ""], Float[Array, "2 layers lengths"]]:
+    """Mean residual; and per GDN layer and valid length the sum of residuals and their number."""
     params = with_scalars(params, scalars)
     noisy = NoisyInput(
         batch.block_tokens, batch.block_masked, batch.block_n_valid, batch.block_index
@@ -75,9 +80,10 @@ def residual(
     by_length = []
     for n in block_lengths(cfg.block_length):
         chosen = (batch.block_n_valid == n)[None, :, :, None] & valid[None]
-        count = jnp.maximum(jnp.sum(chosen.astype(jnp.float32), axis=(1, 2, 3)), 1.0)
-        by_length.append(jnp.sum(jnp.where(chosen, error, 0.0), axis=(1, 2, 3)) / count)
-    return jnp.sum(error) / jnp.sum(valid.astype(jnp.float32)), jnp.stack(by_length, axis=1)
+        count = jnp.broadcast_to(jnp.sum(chosen.astype(jnp.float32)), error.shape[:1])
+        by_length.append(jnp.stack([jnp.sum(jnp.where(chosen, error, 0.0), axis=(1, 2, 3)), count]))
+    mean = jnp.sum(error) / (error.shape[0] * jnp.sum(valid.astype(jnp.float32)))
+    return mean, jnp.stack(by_length, axis=2)
 
 
 def calibrate(
@@ -88,7 +94,7 @@ def calibrate(
     env: Env,
     learning_rate: float = 0.05,
 ) -> tuple[Params, Residuals]:
-    """One Adam step per batch on the scalars alone; residuals are those of the first batch.
+    """One Adam step per batch on the scalars alone; residuals are measured on the first batches.
 
     Args:
         params: stacked weights; all but the scalars stay.
@@ -109,13 +115,16 @@ def calibrate(
 
     inner = optimiser.init(scalars)
     varied = [vary_blocks(batch, i, cfg.block_length) for i, batch in enumerate(batches)]
-    before = None
+
+    def measure(scalars: dict) -> np.ndarray:
+        tables = [step(scalars, inner, params, batch)[2] for batch in varied[:MEASURED]]
+        total, count = np.sum([np.asarray(t) for t in tables], axis=0)
+        return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
+
+    before = measure(scalars)
     for batch in varied:
-        scalars, inner, table = step(scalars, inner, params, batch)
-        before = np.asarray(table) if before is None else before
-    _, _, after = step(scalars, inner, params, varied[0])
-    assert before is not None
-    found = Residuals(block_lengths(cfg.block_length), before, np.asarray(after))
+        scalars, inner, _ = step(scalars, inner, params, batch)
+    found = Residuals(block_lengths(cfg.block_length), before, measure(scalars))
     return with_scalars(params, scalars), found
 
 

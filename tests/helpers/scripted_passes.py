@@ -23,38 +23,35 @@ class Script(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ScriptedPasses:
-    """`sampler.Passes` over a `Script`; a causal logit is that of a block's first place."""
+    """`sampler.Passes` over a `Script`. A causal logit is that of its block's first place."""
 
     block: int
 
     def commit(self, params, tokens, n_valid, cache):
-        width = cache.hidden.shape[1]
         at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        cells = jnp.where(at < n_valid[:, None], cache.length[:, None] + at, width)
+        cells = jnp.where(at < n_valid[:, None], cache.length[:, None] + at, cache.hidden.shape[1])
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
         hidden = cache.hidden.at[rows, cells].set(tokens.astype(jnp.float32), mode="drop")
         return cache._replace(hidden=hidden, length=cache.length + n_valid)
 
     def preview(self, params, canvas, n_valid, cache, step):
-        logits = _look_up(params, (cache.length - params.prompt) // self.block, step)
         rows = jnp.arange(step.shape[0], dtype=jnp.int32)[:, None]
         said = jnp.where(canvas.masked[..., None], 0.0, params.coupling[rows, canvas.tokens])
-        # As a hole in the canvas: positions that do not exist say nothing.
+        logits = _look_up(params, cache, self.block, step) + said.sum(1, keepdims=True)
         at = jnp.arange(canvas.tokens.shape[1], dtype=jnp.int32)[None]
-        valid = (at < n_valid[:, None])[..., None]
-        return jnp.where(valid, logits + said.sum(1, keepdims=True), 0.0), None
+        # NaN where there is no position: the loop must not look there.
+        return jnp.where((at < n_valid[:, None])[..., None], logits, jnp.nan), None
 
     def commit_and_preview(self, params, tokens, n_commit, canvas, n_valid, cache, step):
         cache = self.commit(params, tokens, n_commit, cache)
         return cache, *self.preview(params, canvas, n_valid, cache, step)
 
     def next_logits(self, params, cache):
-        position = cache.length - params.prompt
-        return _look_up(params, position, jnp.zeros_like(position))[:, 0]
+        return _look_up(params, cache, self.block, jnp.zeros_like(cache.length))[:, 0]
 
 
 def scripted_cache(prompt: np.ndarray, width: int) -> DecodeCache:
-    """A cache that records what was committed: `hidden` [rows, width] holds the ids, -1 elsewhere.
+    """A cache that records what was committed: `hidden` [rows, width] holds ids, -1 elsewhere.
 
     Every array is a buffer of its own, as a decode state is donated.
     """
@@ -70,7 +67,8 @@ def scripted_cache(prompt: np.ndarray, width: int) -> DecodeCache:
     )
 
 
-def _look_up(params, block, step):
+def _look_up(params, cache, block_length, step):
     blocks, steps = params.logits.shape[1:3]
-    rows = jnp.arange(block.shape[0], dtype=jnp.int32)
-    return params.logits[rows, jnp.clip(block, 0, blocks - 1), jnp.minimum(step, steps - 1)]
+    rows = jnp.arange(step.shape[0], dtype=jnp.int32)
+    block = jnp.clip((cache.length - params.prompt) // block_length, 0, blocks - 1)
+    return params.logits[rows, block, jnp.minimum(step, steps - 1)]

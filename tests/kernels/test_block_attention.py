@@ -30,7 +30,7 @@ def inputs(capacity: int, sharp: float = 1.0):
     return np.float32(q), k, v, own
 
 
-OWN_VALID = np.array([[[True, True, True], [True, False, True]], [[True, False, False], [False] * 3]])
+OWN_VALID = np.array([[[1, 1, 1], [1, 0, 1]], [[1, 0, 0], [0, 0, 0]]], bool)
 
 
 def dense(q, k, v, limit, own):
@@ -108,7 +108,7 @@ def test_capacity_never_matters():
 
 
 def test_gradients():
-    """Of every input, against plain differentiation of a dense softmax; two tiles, ragged blocks."""
+    """Of every input, against a dense softmax; two tiles, ragged blocks."""
     q, k, v, own = inputs(2 * KV_TILE)
     limit = np.array(LIMITS["around a tile"], np.int32)
     w = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)

@@ -11,6 +11,8 @@ from pallas_kernels.gated_delta import boundary_state, gated_delta, gated_delta_
 from tests.helpers.limits import assert_close
 
 ROWS, KEY_HEADS, VALUE_HEADS, KEY, VALUE = 2, 2, 4, 7, 5
+# Machine code that is not optimised compiles in half the time.
+QUICK = {"xla_backend_optimization_level": 0}
 NAMES = ("q", "k", "v", "g", "beta", "state")
 # Chunk lengths with a number of tokens that most of them do not divide.
 TIME_OF_CHUNK = {1: 19, 3: 19, 8: 19, 16: 19, 64: 200}
@@ -55,7 +57,7 @@ def loop(x: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return out, states
 
 
-@functools.partial(jax.jit, static_argnames=("impl", "chunk"))
+@functools.partial(jax.jit, static_argnames=("impl", "chunk"), compiler_options=QUICK)
 def run(x, weights, *, impl, chunk):
     """Outputs, final state, and the gradients of a weighted sum of both."""
 
@@ -118,7 +120,7 @@ def test_boundary_state_is_the_state_after_every_position(chunk):
     x = inputs(time, "mix")
     _, want = loop(x)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICK)
     def states(*args):
         _, trace = gated_delta_trace(*args, chunk=chunk)
         counts = jnp.stack([jnp.arange(time + 1), time - jnp.arange(time + 1)], axis=1)
@@ -143,7 +145,7 @@ def test_boundary_state_is_differentiable():
         cut = {n: a if n == "state" else a[:, :count] for n, a in x.items()}
         return jnp.sum(w * gated_delta(*(cut[n] for n in NAMES), chunk=1, impl="reference")[1])
 
-    got, want = (jax.jit(jax.grad(f))(x) for f in (from_trace, from_loop))
+    got, want = (jax.jit(jax.grad(f), compiler_options=QUICK)(x) for f in (from_trace, from_loop))
     for name in NAMES:
         if name == "q":  # a state does not depend on queries
             np.testing.assert_array_equal(got[name], np.zeros_like(x[name]))

@@ -85,7 +85,7 @@ def test_plan_places_every_row_once_in_tiles_of_one_expert(data, size):
     np.testing.assert_array_equal(source[slot[assigned]], np.flatnonzero(assigned))
     assert (source < n).sum() == assigned.sum()
     np.testing.assert_array_equal(tile_expert[slot[assigned] // tile], expert[assigned])
-    assert ((0 <= tile_expert) & (tile_expert < num_experts)).all()
+    assert ((tile_expert >= 0) & (tile_expert < num_experts)).all()
     counts = np.bincount(expert[assigned], minlength=num_experts)
     assert used == np.ceil(counts / tile).sum()
     for e in range(num_experts):  # stable: rows of an expert keep their order

@@ -11,6 +11,8 @@ from pallas_kernels.state_fusion import state_fusion
 from tests.helpers.limits import assert_close
 
 ROWS, BLOCK, KEY_HEADS, VALUE_HEADS, KEY, VALUE = 3, 5, 2, 4, 7, 3
+# Machine code that is not optimised compiles in half the time.
+QUICK = {"xla_backend_optimization_level": 0}
 DIFFERENTIABLE = ("q", "k", "v", "read", "slot", "logit_scale", "bias")
 CASES = ("plain", "bias", "sharp", "invalid", "no slot", "nothing")
 
@@ -65,7 +67,7 @@ def loop(x: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return out, share
 
 
-@functools.partial(jax.jit, static_argnames="impl")
+@functools.partial(jax.jit, static_argnames="impl", compiler_options=QUICK)
 def run(x, weights, *, impl):
     def weighted(d):
         out, share = state_fusion(*(d[n] for n in DIFFERENTIABLE), x["valid"], impl=impl)

@@ -67,11 +67,17 @@ def random_tokens(cfg: ModelConfig, *shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, cfg.vocab_size, shape).astype(np.int32)
 
 
+# Machine code that is not optimised compiles in half the time.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
 @functools.cache
 def jitted(name: str, cfg: ModelConfig, env: Env = Env(), **options: Any) -> Any:  # noqa: B008
-    """`extend`, `preview`, `commit_and_preview`, `prefill` or `forward`, jitted."""
-    function = functools.partial(getattr(transformer, name), cfg=cfg, env=env, **options)
-    return jax.jit(function)
+    """`extend`, `preview`, ..., jitted; optimised where bits are compared."""
+    if name != "next_token_logits":
+        options["cfg"] = cfg
+    function = functools.partial(getattr(transformer, name), env=env, **options)
+    return jax.jit(function, compiler_options=None if env.rows == "mapped" else QUICK)
 
 
 def extend(params: Any, pieces: list[np.ndarray], cache: Any, call: Any, time: int):

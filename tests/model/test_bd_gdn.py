@@ -12,10 +12,11 @@ from clover_jax.model.bd_gdn import block_gdn
 from clover_jax.model.deltanet import PrefixState, causal_gdn, gdn_specs
 from tests.helpers.limits import assert_close
 from tests.model import oracle
-from tests.model.small import config, random_tree
+from tests.model.small import QUICK, config, random_tree
 
 CFG, ROWS, PREFIX, BLOCK = config(), 2, 7, 6
 N_VALID = (BLOCK, 4)
+NAMES = ("output", "values", "share")
 PARAMS = jax.tree.map(jnp.asarray, random_tree(gdn_specs(CFG)))
 SWITCHES = {
     "clover": {},
@@ -42,8 +43,8 @@ SWITCHES = {
 }
 
 
-causal_layer = jax.jit(causal_gdn, static_argnames=("cfg", "env"))
-block_layer = jax.jit(block_gdn, static_argnames=("cfg", "env"))
+causal_layer = jax.jit(causal_gdn, static_argnames=("cfg", "env"), compiler_options=QUICK)
+block_layer = jax.jit(block_gdn, static_argnames=("cfg", "env"), compiler_options=QUICK)
 
 
 def inputs():
@@ -61,7 +62,7 @@ def real_prefix():
         jnp.zeros((ROWS, d.conv_kernel - 1, d.conv_channels), jnp.float32),
     )
     valid = jnp.ones((ROWS, PREFIX), bool)
-    out, taps, after, _ = causal_layer(PARAMS, jnp.asarray(x), valid, empty, cfg=CFG, env=Env())
+    out, _, after, _ = causal_layer(PARAMS, jnp.asarray(x), valid, empty, cfg=CFG, env=Env())
     p, want = oracle_params(), []
     for row in x.astype(np.float64):
         state, ring = np.zeros(empty.state.shape[1:]), np.zeros(empty.ring.shape[1:])
@@ -110,7 +111,7 @@ def test_block_layer_is_the_formula(switches, empty):
     for r, n in enumerate(N_VALID):
         _, state, ring = wanted[r]
         want = oracle.gdn_block(p, x[r, :n].astype(np.float64), state, ring, empty, cfg)
-        for name, a, b in zip(("output", "values", "share"), (out, values, share), want, strict=True):
+        for name, a, b in zip(NAMES, (out, values, share), want, strict=True):
             assert_close("layer", f"{name} of row {r}", a[r, 0, :n], b)
 
 
@@ -145,7 +146,7 @@ def test_causal_operator_is_the_causal_layer():
     assert_close("layer", "output", got[:, 0], want)
 
 
-@pytest.mark.parametrize("chunk", (1, 3, 8, 64))
+@pytest.mark.parametrize("chunk", (1, 3, 64))
 def test_chunk_length_does_not_matter(chunk):
     x = jnp.asarray(np.concatenate(inputs(), axis=1))
     _, prefix, _ = real_prefix()

@@ -10,7 +10,14 @@ import pytest
 from clover_jax.cache import empty_cache
 from clover_jax.env import Env
 from clover_jax.model.attention import attention_inputs, attention_output
-from clover_jax.model.block import CleanLayout, LayerIndex, Layout, Streams, full_layer, linear_layer
+from clover_jax.model.block import (
+    CleanLayout,
+    LayerIndex,
+    Layout,
+    Streams,
+    full_layer,
+    linear_layer,
+)
 from clover_jax.model.deltanet import PrefixState, causal_conv, causal_gdn, gdn_inputs, split_heads
 from clover_jax.model.moe import moe
 from clover_jax.model.norm import rms_norm
@@ -19,11 +26,13 @@ from clover_jax.model.transformer import extend
 from pallas_kernels.block_attention import block_attention
 from tests.helpers.limits import KL, TOP1_MARGIN, assert_close
 from tests.model import golden
+from tests.model.small import QUICK
 
 CFG, ENV = golden.config(), Env()
 PREFILL = 43  # then one token at a time
 LINEAR = [i for i in range(CFG.num_layers) if (i + 1) % CFG.full_attention_interval]
 FULL = [i for i in range(CFG.num_layers) if i not in LINEAR]
+quick = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +48,7 @@ def layout(rows: int, time: int) -> Layout:
     return Layout(CleanLayout(start, jnp.ones((rows, time), bool), rope), None)
 
 
-@jax.jit
+@quick
 def gdn_ops(p, x):
     inputs = gdn_inputs(p, x, jnp.ones(x.shape[:2], bool))
     window = jnp.pad(inputs.qkv, ((0, 0), (CFG.delta.conv_kernel - 1, 0), (0, 0)))
@@ -47,7 +56,7 @@ def gdn_ops(p, x):
     return {"q": q, "k": k, "v": v, "beta": inputs.beta, "g": inputs.g}
 
 
-@jax.jit
+@quick
 def gdn_mixer(p, x):
     d, rows = CFG.delta, x.shape[0]
     prefix = PrefixState(
@@ -58,7 +67,7 @@ def gdn_mixer(p, x):
     return out, o, after
 
 
-@jax.jit
+@quick
 def attention_mixer(p, x):
     clean = layout(*x.shape[:2]).clean
     q, k, v, gate = attention_inputs(p, x, clean.rope, cfg=CFG)
@@ -70,12 +79,12 @@ def attention_mixer(p, x):
     return attention_output(p, mixed, gate)
 
 
-@jax.jit
+@quick
 def moe_layer(p, x):
     return moe(p, x, jnp.ones(x.shape[:2], bool), None, None, cfg=CFG, env=ENV)
 
 
-@jax.jit
+@quick
 def whole_layer(p, x):
     at, lay = LayerIndex(0, 0, None), layout(*x.shape[:2])
     call = linear_layer if hasattr(p, "linear_attn") else full_layer
@@ -90,7 +99,7 @@ def test_gdn_ops(want, i):
 
 
 def test_norms(want):
-    norm = jax.jit(functools.partial(rms_norm, eps=CFG.rms_norm_eps))
+    norm = quick(functools.partial(rms_norm, eps=CFG.rms_norm_eps))
     for i, p in list(enumerate(golden.layers()))[1:]:
         got = norm(want[f"hidden.{i - 1}"], p.input_layernorm)
         assert_close("op", f"input norm of layer {i}", got, want[f"layers.{i}.mixer_in"])
@@ -113,9 +122,7 @@ def test_rope(want):
 
 @pytest.mark.parametrize("i", LINEAR)
 def test_gdn_mixer(want, i):
-    out, o, after = gdn_mixer(
-        golden.layers()[i].linear_attn, want[f"layers.{i}.mixer_in"]
-    )
+    out, o, after = gdn_mixer(golden.layers()[i].linear_attn, want[f"layers.{i}.mixer_in"])
     assert_close("layer", f"layer {i} before the gated norm", o, want[f"layers.{i}.o"])
     assert_close("layer", f"layer {i} mixer", out, want[f"layers.{i}.mixer_out"])
     assert_close("layer", f"layer {i} state", after.state, want[f"layers.{i}.state"])
@@ -164,7 +171,7 @@ def check_logits(name: str, got: np.ndarray, want: np.ndarray) -> None:
 
 @pytest.fixture(scope="module")
 def commit():
-    return jax.jit(functools.partial(extend, cfg=CFG, env=ENV, logits="all"))
+    return quick(functools.partial(extend, cfg=CFG, env=ENV, logits="all"))
 
 
 def test_logits(want, commit):

@@ -13,15 +13,15 @@ from clover_jax.errors import CloverError
 from clover_jax.model.moe import moe, moe_specs, route
 from tests.helpers.limits import assert_close
 from tests.model import oracle
-from tests.model.small import config, random_tree
+from tests.model.small import QUICK, config, random_tree
 
 CFG = config().replace(**{"moe.coreset": None})
 EXPERTS, TOP_K, ROWS, TIME = CFG.moe.num_experts, CFG.moe.top_k, 2, 11
 PARAMS = jax.tree.map(jnp.asarray, random_tree(moe_specs(CFG)))
 VALID = np.arange(TIME)[None] < np.array([TIME, 6])[:, None]
 PATHS = ("gather", "grouped", "ragged", "dense")
-layer = jax.jit(moe, static_argnames=("blocks", "cfg", "env"))
-router = jax.jit(route, static_argnames=("blocks", "cfg"))
+layer = jax.jit(moe, static_argnames=("blocks", "cfg", "env"), compiler_options=QUICK)
+router = jax.jit(route, static_argnames=("blocks", "cfg"), compiler_options=QUICK)
 
 
 def inputs() -> np.ndarray:
@@ -51,7 +51,7 @@ def with_gradients(path: str):
     """Outputs and the gradients of a weighted sum wrt every weight and x."""
     w = np.random.default_rng(1).normal(size=inputs().shape).astype(np.float32)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICK)
     def run(p, x):
         def weighted(p, x):
             y, _ = moe(p, x, jnp.asarray(VALID), None, None, cfg=CFG, env=Env(moe_path=path))
@@ -88,7 +88,7 @@ def test_unused_experts_have_no_gradient(path):
     x = jnp.asarray(np.abs(inputs()) + 0.1)
     env = Env(moe_path=path)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICK)
     def grads(p):
         y = lambda p: jnp.sum(moe(p, x, jnp.asarray(VALID), None, None, cfg=CFG, env=env)[0])
         return jax.grad(y)(p)

@@ -11,7 +11,8 @@ from clover_jax.cache import check_capacity, empty_cache
 from clover_jax.config import BDGDNConfig
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
-from clover_jax.model.transformer import align_logits, unstack
+from clover_jax.model.transformer import align_logits, param_specs, unstack
+from clover_jax.params import cast
 from tests.helpers.limits import assert_close
 from tests.model.small import (
     assert_same_bits,
@@ -70,7 +71,9 @@ def noisy(seed: int = 1):
     return random_tokens(CFG, ROWS, BLOCK, seed=seed), masked
 
 
-SPLITS = {f"pieces of {n}": [n] * (TIME // n) + [TIME % n] * (TIME % n > 0) for n in (1, 2, 3, 5, 8)}
+SPLITS = {
+    f"pieces of {n}": [n] * (TIME // n) + [TIME % n] * (TIME % n > 0) for n in (1, 2, 3, 5, 8)
+}
 SPLITS |= {"2, 22, 8": [2, 22, 8], "5, 8, 8, 3, 8": [5, 8, 8, 3, 8]}
 
 
@@ -144,11 +147,10 @@ def test_overflow_is_dropped_and_refused():
         before, after = (np.asarray(getattr(c, name))[:, 0] for c in (cache, out.cache))
         np.testing.assert_array_equal(after[:, :-3], before[:, :-3])
         assert np.abs(after[:, -3:]).min() > 0
-    np.testing.assert_array_equal(
-        np.asarray(out.cache.k)[:, 1], np.asarray(LONG(params(), TOKENS[:, :BLOCK], count(8, 8), cache).cache.k)[:, 1]
-    )
+    other = LONG(params(), TOKENS[:, :BLOCK], count(8, 8), cache)
+    assert_same_bits(out.cache, other.cache, rows=[1])
     check_capacity(CFG, 20, 12, 32)
-    with pytest.raises(CloverError, match="20 tokens are committed and 16 more .* holds 32"):
+    with pytest.raises(CloverError, match=r"20 tokens are committed and 16 more .* holds 32"):
         check_capacity(CFG, 20, 16, 32)
     with pytest.raises(CloverError, match=f"holds {CFG.max_position_embeddings}"):
         check_capacity(CFG, CFG.max_position_embeddings, 1, 4096)
@@ -204,7 +206,7 @@ def test_scan_and_unrolled_twin_agree():
 
 
 def test_preview_of_one_token_is_the_causal_pass():
-    """Block length 1 and the causal GDN operator leave nothing that a preview could do otherwise."""
+    """Block length 1 and the causal GDN operator leave a preview nothing to do otherwise."""
     cfg = CFG.replace(bd_gdn=BDGDNConfig(operator="causal", right_conv=False))
     tokens, _ = noisy()
     masked = np.zeros((ROWS, BLOCK), bool)
@@ -239,6 +241,34 @@ def test_shifted_logits():
     shifted = align_logits(x, previous, "shifted")
     np.testing.assert_array_equal(shifted[:, 0], previous)
     np.testing.assert_array_equal(shifted[:, 1:], x[:, :-1])
+
+
+def test_next_token_logits_are_the_last_ones():
+    start = prefix()
+    want = LONG(params(), TOKENS, count(11, 5), empty()).logits
+    got = {rows: jitted("next_token_logits", CFG, Env(rows=rows)) for rows in ("batched", "mapped")}
+    for rows, call in got.items():
+        logits = call(params(), start)
+        assert_close("continuation", f"{rows}, row 0", logits[0], want[0, 10])
+        assert_close("continuation", f"{rows}, row 1", logits[1], want[1, 4])
+
+
+def test_bfloat16_keeps_what_must_be_exact():
+    """A bf16 model: states in float32, logits near those of the same weights in float32."""
+    cfg = CFG.replace(dtype="bfloat16")
+    low = cast(param_specs(cfg), jax.tree.map(jnp.asarray, params()))
+    clean, block = clean_input(TOKENS[:, :BLOCK], [8, 3]), (*noisy(), count(8, 5))
+    start = empty_cache(cfg, ROWS, 64)
+    cache, logits, _ = jitted("commit_and_preview", cfg)(low, clean, *block, start)
+    dtypes = {part: str(a.dtype) for part, a in cache._asdict().items()}
+    low_parts = dict.fromkeys(("k", "v", "ring", "hidden"), "bfloat16")
+    assert dtypes == {**low_parts, "state": "float32", "length": "int32"}
+    assert logits.dtype == jnp.float32
+    same = jax.tree.map(lambda a: a.astype(jnp.float32), low)
+    want_cache, want, _ = FUSED(same, clean, *block, empty())
+    relative = lambda a, b: np.linalg.norm(np.asarray(a - b)) / np.linalg.norm(b)
+    assert relative(cache.state, want_cache.state) < 0.02
+    assert relative(logits[0], want[0]) < 0.05
 
 
 def test_a_model_without_a_mask_cannot_preview():

@@ -13,7 +13,7 @@ from clover_jax.model.transformer import CleanInput, NoisyInput, forward, unembe
 from clover_jax.params import named_leaves, path_name
 from tests.helpers.limits import assert_close
 from tests.model.oracle import Row
-from tests.model.small import config, jitted, random_params, random_tokens
+from tests.model.small import QUICK, config, jitted, random_params, random_tokens
 
 CFG = config()
 ROWS, TIME, BLOCK = 2, 24, CFG.block_length
@@ -42,7 +42,7 @@ def both_streams(params, env):
 def trained():
     """Both streams' logits, statistics and GDN values."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICK)
     def run(params):
         out = both_streams(params, Env())
         return [unembed(params, hidden) for hidden in out.hidden], out.stats, out.taps
@@ -52,14 +52,13 @@ def trained():
 
 @functools.cache
 def gradients():
-    """Of the weighted sum of both streams' logits at valid positions; plain experts, recomputed
-    layers and one boundary state at a time, so that this compiles fast and covers those settings.
-    """
+    """Of the weighted sum of both streams' logits at valid positions."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICK)
     @jax.grad
     def run(params):
-        out = both_streams(params, Env(moe_path="dense", remat=True, boundary_batch=1))
+        # Other settings than the forward pass above, which is as the defaults are.
+        out = both_streams(params, Env(moe_path="dense", boundary_batch=1))
         logits = [unembed(params, hidden) for hidden in out.hidden]
         parts = zip(logits, WEIGHTS, VALID, strict=True)
         return sum(jnp.sum(jnp.where(v[..., None], x * w, 0.0)) for x, w, v in parts)
@@ -143,7 +142,7 @@ def test_gradients_are_the_oracles_finite_differences():
         rng = np.random.default_rng(seed)
         step = {n: rng.normal(size=g.shape) / np.linalg.norm(g) for n, g in grads.items()}
         along = [np.sum(np.asarray(g, np.float64) * step[n]) for n, g in grads.items()]
-        moved = lambda e: jax.tree_util.tree_map_with_path(  # noqa: B023
+        moved = lambda e: jax.tree_util.tree_map_with_path(
             lambda path, a: a.astype(np.float64) + e * step[path_name(path)],  # noqa: B023
             params,
         )
@@ -155,7 +154,7 @@ def test_future_and_other_blocks_cannot_matter():
     """A block sees the clean tokens before its boundary and itself, nothing else."""
     params = jax.tree.map(jnp.asarray, random_params(CFG))
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICK)
     def hidden(tokens, draft):
         unmasked = jnp.zeros(draft.shape, bool)
         noisy = NoisyInput(draft, unmasked, *map(jnp.asarray, (N_VALID, INDEX)))

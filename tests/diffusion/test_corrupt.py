@@ -1,0 +1,192 @@
+"""The noise of training and the layout of a batch."""
+
+import numpy as np
+import pytest
+
+from clover_jax.diffusion.corrupt import Example, block_noise, make_batch, noise_levels
+
+PAD, PROMPT = 0, 100  # prompt tokens are 100, 101, ..., response tokens 1, 2, ...
+SAMPLES = 4000
+
+
+def example(sample: int, prompt: int, response: int) -> Example:
+    return Example(sample, range(PROMPT, PROMPT + prompt), range(1, response + 1))
+
+
+# Responses of part of a block, of a whole one, of a block and its stop, of one token; no prompt.
+EXAMPLES = [
+    example(3, 5, 6),
+    example(4, 2, 4),
+    example(5, 7, 5),
+    example(6, 1, 1),
+    example(7, 0, 12),
+]
+
+
+def batch(examples, *, seed=0, epoch=0, time=16, blocks=3, block=4):
+    return make_batch(
+        examples, time=time, blocks=blocks, block=block, pad_id=PAD, seed=seed, epoch=epoch,
+        pad_weight=0.05,
+    )  # fmt: skip
+
+
+def noise(blocks: int, block: int, *, seed: int = 0, samples: int = SAMPLES):
+    """Masks of many samples, [samples, blocks, block]."""
+    return np.stack([block_noise(seed, 0, sample, blocks, block) for sample in range(samples)])
+
+
+# --- noise --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", (1, 3))
+def test_every_block_has_a_uniform_level(blocks):
+    """Kolmogorov-Smirnov at the 0.1 % level, block by block."""
+    t = np.stack([noise_levels(0, 0, sample, blocks) for sample in range(SAMPLES)])
+    assert t.shape == (SAMPLES, blocks)
+    assert t.min() >= 0
+    assert t.max() < 1
+    steps = np.arange(SAMPLES + 1)[:, None] / SAMPLES
+    ranked = np.sort(t, axis=0)
+    distance = np.maximum(np.abs(ranked - steps[1:]), np.abs(ranked - steps[:-1])).max(axis=0)
+    assert (distance < 1.95 / SAMPLES**0.5).all(), distance
+
+
+@pytest.mark.parametrize("blocks", (2, 5))
+def test_levels_of_a_sample_are_spread_evenly(blocks):
+    """One level in each of `blocks` equal strata, so that a sample's mean level hardly varies."""
+    for sample in range(50):
+        t = np.sort(noise_levels(1, 0, sample, blocks))
+        np.testing.assert_array_equal(np.floor(t * blocks), np.arange(blocks))
+        np.testing.assert_allclose(np.diff(t), 1 / blocks, atol=1e-12)
+
+
+def test_the_number_of_masks_is_uniform():
+    """A uniform level makes every count 0..n equally likely; none at all becomes one."""
+    n = 8
+    for blocks in (1, 3):
+        counts = noise(blocks, n).sum(axis=-1)
+        for b in range(blocks):
+            share = np.bincount(counts[:, b], minlength=n + 1) / SAMPLES
+            want = np.array([0, 2, *[1] * (n - 1)]) / (n + 1)
+            spread = np.sqrt(want * (1 - want) / SAMPLES)
+            assert (np.abs(share - want) <= 4 * spread).all(), (blocks, b, share)
+
+
+def test_every_position_is_masked_equally_often():
+    """No position of any block is spared, the first of the first block included."""
+    n, blocks = 8, 3
+    share = noise(blocks, n).mean(axis=0)
+    want = 0.5 + 1 / (n * (n + 1))  # the forced mask falls anywhere
+    assert np.abs(share - want).max() < 4 * 0.5 / SAMPLES**0.5, share.round(3)
+
+
+def test_positions_are_masked_independently():
+    """Given its level, neighbouring positions and blocks share nothing: correlation of pairs."""
+    n = 8
+    masks = noise(2, n).astype(float)
+    within = masks[:, 0]
+    # Two positions of a block are both masked with probability E[t^2] = 1/3.
+    both = within.T @ within / SAMPLES
+    pairs = both[np.triu_indices(n, 1)]
+    assert np.abs(pairs - 1 / 3).max() < 5 * 0.47 / SAMPLES**0.5
+
+
+def test_every_block_has_a_mask():
+    assert noise(4, 2, samples=500).any(axis=-1).all()
+    assert noise(3, 1, samples=20).all()  # block length 1: that one
+
+
+@pytest.mark.parametrize("changed", range(4))
+def test_noise_depends_on_seed_epoch_and_sample(changed):
+    numbers = [0, 0, 0]
+    if changed < 3:
+        numbers[changed] = 1
+    else:
+        numbers = [1, 1, 0]
+    assert (block_noise(*numbers, 4, 32) != block_noise(0, 0, 0, 4, 32)).any()
+    np.testing.assert_array_equal(block_noise(*numbers, 4, 32), block_noise(*numbers, 4, 32))
+
+
+# --- layout -------------------------------------------------------------------------------------
+
+
+def test_shapes_and_types():
+    got = batch(EXAMPLES)
+    rows, time, blocks, block = 5, 16, 3, 4
+    want = {
+        "tokens": ((rows, time), np.int32),
+        "n_valid": ((rows,), np.int32),
+        "target_weight": ((rows, time), np.float32),
+        "block_index": ((rows, blocks), np.int32),
+        "block_tokens": ((rows, blocks, block), np.int32),
+        "block_masked": ((rows, blocks, block), np.bool_),
+        "block_n_valid": ((rows, blocks), np.int32),
+        "block_weight": ((rows, blocks, block), np.float32),
+    }
+    assert {name: (a.shape, a.dtype.type) for name, a in got._asdict().items()} == want
+
+
+def test_a_row_by_hand():
+    """Prompt of 5, response of 6 in blocks of 4: the grid starts at token 5."""
+    got = batch(EXAMPLES)
+    row = lambda name: getattr(got, name)[0].tolist()
+    assert row("tokens") == [100, 101, 102, 103, 104, 1, 2, 3, 4, 5, 6, 0, 0, 0, 0, 0]
+    assert row("n_valid") == 11
+    assert row("target_weight") == [0.0] * 5 + [1.0] * 6 + [0.0] * 5
+    assert row("block_index") == [5, 9, 0]
+    assert row("block_n_valid") == [4, 4, 0]
+    assert row("block_tokens") == [[1, 2, 3, 4], [5, 6, PAD, PAD], [PAD] * 4]
+    # Token 6 is the stop and counts in full, what follows it hardly.
+    low = np.float32(0.05)
+    assert row("block_weight") == [[1.0] * 4, [1.0, 1.0, low, low], [0.0] * 4]
+
+
+@pytest.mark.parametrize("r", range(len(EXAMPLES)))
+def test_blocks_tile_the_response_and_nothing_else(r):
+    """Prompt tokens are in no block; every response token is in one, at its own position."""
+    got, prompt = batch(EXAMPLES), len(EXAMPLES[r].prompt)
+    used = got.block_n_valid[r] > 0
+    assert used.sum() == -(-len(EXAMPLES[r].response) // 4)
+    np.testing.assert_array_equal(got.block_n_valid[r], np.where(used, 4, 0))
+    at = (got.block_index[r][:, None] + np.arange(4))[used].reshape(-1)
+    np.testing.assert_array_equal(at, prompt + np.arange(at.size))
+    inside = at < EXAMPLES[r].length
+    tokens, weight = (a[r][used].reshape(-1) for a in (got.block_tokens, got.block_weight))
+    np.testing.assert_array_equal(tokens[inside], got.tokens[r][at[inside]])
+    np.testing.assert_array_equal(tokens[~inside], PAD)
+    np.testing.assert_array_equal(weight, np.where(inside, 1, 0.05).astype(np.float32))
+    assert tokens.max() < PROMPT
+    assert not got.block_masked[r][~used].any()
+    assert got.block_masked[r][used].any(axis=-1).all()
+
+
+def test_a_batch_may_be_split_and_ordered_in_any_way():
+    """8x1, 4x2, 1x8: rows are the same bits wherever they stand, and in any bucket."""
+    many = [example(sample, 3 + sample % 4, 1 + sample % 12) for sample in range(8)]
+    whole = batch(many)
+    for size in (1, 2, 4):
+        parts = [batch(many[i : i + size]) for i in range(0, 8, size)]
+        for name, *pieces in zip(whole._fields, *parts, strict=True):
+            np.testing.assert_array_equal(np.concatenate(pieces), getattr(whole, name), name)
+    order = np.random.default_rng(0).permutation(8)
+    shuffled = batch([many[i] for i in order])
+    for name, a, b in zip(whole._fields, whole, shuffled, strict=True):
+        np.testing.assert_array_equal(a[order], b, name)
+    wide = batch(many, time=40, blocks=5)
+    np.testing.assert_array_equal(wide.block_masked[:, :3], whole.block_masked)
+    np.testing.assert_array_equal(wide.tokens[:, :16], whole.tokens)
+
+
+def test_epochs_and_seeds_change_the_masks_only():
+    first = batch(EXAMPLES)
+    for other in (batch(EXAMPLES, epoch=1), batch(EXAMPLES, seed=1)):
+        assert (other.block_masked != first.block_masked).any()
+        for name, a, b in zip(first._fields, first, other, strict=True):
+            if name != "block_masked":
+                np.testing.assert_array_equal(a, b, name)
+
+
+def test_an_empty_row_weighs_nothing():
+    got = batch([Example(0, (), ()), EXAMPLES[0]])
+    for name in ("n_valid", "target_weight", "block_n_valid", "block_masked", "block_weight"):
+        assert not getattr(got, name)[0].any(), name

@@ -1,0 +1,125 @@
+"""What calibration regresses on what. The fit itself is tested with the run that it starts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clover_jax.config import BDGDNConfig
+from clover_jax.diffusion.corrupt import Example, make_batch
+from clover_jax.env import Env
+from clover_jax.train.calibrate import (
+    SCALARS,
+    block_lengths,
+    residual,
+    scalars_of,
+    vary_blocks,
+    with_scalars,
+)
+from tests.model.small import config, random_params
+
+# The base's own recurrence as the block operator: blocks without masks are the causal pass.
+CFG = config(
+    full_attention_interval=2, bd_gdn=BDGDNConfig(operator="causal", right_conv=False)
+).replace(num_layers=2, **{"delta.chunk": 4, "moe.coreset": None})
+BLOCK = CFG.block_length
+
+
+def batch(rows: int, *, time: int = 40, blocks: int = 3):
+    """Prompts and responses of random lengths."""
+    rng = np.random.default_rng(0)
+    tokens = lambda n: rng.integers(10, 150, n).tolist()
+    sizes = zip(rng.integers(3, 12, rows), rng.integers(1, 24, rows), strict=True)
+    return make_batch(
+        [Example(i, tokens(p), tokens(r)) for i, (p, r) in enumerate(sizes)],
+        time=time, blocks=blocks, block=BLOCK, pad_id=0, seed=0, epoch=0, pad_weight=0.05,
+    )  # fmt: skip
+
+
+@functools.cache
+def residual_of(length: int, masked: bool):
+    """(mean, [layers, lengths]) with as many blocks of this length as there is room for."""
+    given = batch(4)
+    room = given.n_valid[:, None] - given.block_index
+    n = np.where((given.block_n_valid > 0) & (room >= length), length, 0).astype(np.int32)
+    assert n.any()
+    given = given._replace(block_n_valid=n, block_masked=given.block_masked & masked)
+    params = jax.tree.map(jnp.asarray, random_params(CFG))
+    return jax.tree.map(np.asarray, _compiled()(scalars_of(params), params, given))
+
+
+@functools.cache
+def _compiled():
+    return jax.jit(functools.partial(residual, cfg=CFG, env=Env(moe_path="dense")))
+
+
+@pytest.mark.parametrize(("block", "want"), [(1, (1,)), (8, (1, 2, 4, 8)), (6, (1, 2, 4))])
+def test_block_lengths(block, want):
+    assert block_lengths(block) == want
+
+
+def test_blocks_vary():
+    """Lengths 1 to 8 that the clean stream has room for, about half of the blocks with masks."""
+    given = batch(200)
+    got = vary_blocks(given, 3, BLOCK)
+    lengths = got.block_n_valid
+    assert set(np.unique(lengths)) == {0, 1, 2, 4, 8}
+    assert (lengths[given.block_n_valid == 0] == 0).all()
+    assert (got.block_index + lengths <= got.n_valid[:, None]).all()
+    assert not (got.block_masked & ~given.block_masked).any()
+    there = given.block_n_valid > 0
+    noisy = got.block_masked.any(axis=-1)[there]
+    assert 0.4 < noisy.mean() < 0.6
+    np.testing.assert_array_equal(
+        got.block_masked[there][noisy], given.block_masked[there][noisy]
+    )
+    for name in ("tokens", "n_valid", "block_index", "block_tokens"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(given, name))
+
+
+def test_every_block_with_room_is_used():
+    """Short rests count as well: a block is left out only if not even one token is there."""
+    given = batch(200)
+    got = vary_blocks(given, 3, BLOCK)
+    room = given.n_valid[:, None] - given.block_index
+    used = (given.block_n_valid > 0) & (room >= 1)
+    share = (got.block_n_valid[used & (room < BLOCK)] > 0).mean()
+    assert share == 1
+
+
+def test_variation_depends_on_the_step_only():
+    given = batch(20)
+    one, again, other = (vary_blocks(given, step, BLOCK) for step in (3, 3, 4))
+    for a, b in zip(one, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (one.block_n_valid != other.block_n_valid).any()
+
+
+@pytest.mark.parametrize("length", block_lengths(BLOCK))
+def test_the_target_is_the_causal_value_at_the_same_position(length):
+    """Zero for an operator that is the causal layer, whatever the boundary and the length."""
+    mean, table = residual_of(length, False)
+    assert mean < 1e-9
+    assert table.max() < 1e-9
+    mean, table = residual_of(length, True)
+    assert mean > 1e-3  # masks hide what the causal values know
+    column = block_lengths(BLOCK).index(length)
+    assert table.shape == (CFG.num_groups * CFG.linear_per_group, len(block_lengths(BLOCK)))
+    np.testing.assert_array_equal(np.delete(table, column, axis=1), 0)
+    assert table[:, column].mean() == pytest.approx(mean / len(table), rel=1e-5)
+
+
+def test_only_the_scalars_are_replaced():
+    params = jax.tree.map(jnp.asarray, random_params(CFG))
+    scalars = scalars_of(params)
+    assert tuple(scalars) == SCALARS
+    twice = with_scalars(params, {name: jnp.float32(2) * a for name, a in scalars.items()})
+    old, new = (
+        {jax.tree_util.keystr(k): v for k, v in jax.tree_util.tree_leaves_with_path(p)}
+        for p in (params, twice)
+    )
+    for name, a in old.items():
+        factor = 2 if name.endswith(SCALARS) else 1
+        np.testing.assert_array_equal(new[name], factor * np.asarray(a), err_msg=name)

@@ -1,0 +1,117 @@
+"""The optimiser: rates by step, what decays, what is clipped. Nothing of the model is compiled."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from clover_jax.errors import CloverError
+from clover_jax.model.transformer import param_specs, unstack
+from clover_jax.params import named_leaves
+from clover_jax.train.step import OptimiserConfig, TrainState, init_state
+from tests.model.small import config, random_tree
+
+CFG = config(full_attention_interval=2).replace(num_layers=2)
+# Leaves, by the last part of their names, that weight decay must leave alone.
+VECTORS = {
+    "A_log", "dt_bias", "norm", "conv1d", "conv_right_weight", "input_layernorm",
+    "post_attention_layernorm", "q_norm", "k_norm", "bd_softmax_logit_scale",
+    "bd_softmax_history_bias", "bd_softmax_history_c",
+}  # fmt: skip
+MATRICES = {
+    "embed_tokens", "lm_head", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj",
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate", "gate_up_proj", "gate_proj", "up_proj",
+    "down_proj", "shared_expert_gate",
+}  # fmt: skip
+
+
+@functools.cache
+def weights():
+    return jax.tree.map(jnp.asarray, random_tree(param_specs(CFG)))
+
+
+@functools.cache
+def updated(options: OptimiserConfig, gradient: float, stacked: bool = True):
+    """(weights, updates of the first step with every gradient the same, optimiser state)."""
+    params = weights() if stacked else unstack(weights())
+
+    @jax.jit
+    def first(params):
+        grads = jax.tree.map(lambda p: jnp.full_like(p, gradient), params)
+        with jax.numpy_dtype_promotion("standard"):
+            optimiser = options.make()
+            return optimiser.update(grads, optimiser.init(params), params)
+
+    return params, *first(params)
+
+
+def test_rates():
+    """Up over 10 steps, level, down to 0 over the last 30 of 100."""
+    rate = OptimiserConfig(learning_rate=0.5, steps=100, warmup=10, decay_share=0.3).schedule()
+    want = {0: 0, 1: 0.05, 5: 0.25, 10: 0.5, 40: 0.5, 70: 0.5, 71: 0.5 * 29 / 30, 85: 0.25}
+    want |= {99: 0.5 / 30, 100: 0}
+    for step, value in want.items():
+        assert float(rate(step)) == pytest.approx(value, abs=1e-7), step
+
+
+def test_rates_without_a_warmup():
+    rate = OptimiserConfig(learning_rate=0.5, steps=10, warmup=0, decay_share=0.5).schedule()
+    got = [float(rate(step)) for step in range(11)]
+    np.testing.assert_allclose(got, [0.5] * 6 + [0.4, 0.3, 0.2, 0.1, 0], atol=1e-7)
+
+
+@pytest.mark.parametrize("stacked", (True, False))
+def test_only_matrices_decay(stacked):
+    """Without gradients, AdamW moves a weight by -rate * decay * weight, or not at all."""
+    options = OptimiserConfig(learning_rate=0.5, steps=10, warmup=0, weight_decay=0.1)
+    params, updates, _ = updated(options, 0.0, stacked)
+    updates, kinds = named_leaves(updates), set()
+    for name, weight in named_leaves(params).items():
+        kind = name.rsplit(".", 1)[-1]
+        kinds.add(kind)
+        assert kind in VECTORS | MATRICES, f"{name}: say whether it decays"
+        want = -0.05 * np.asarray(weight) if kind in MATRICES else np.zeros(weight.shape)
+        np.testing.assert_allclose(updates[name], want, rtol=1e-6, err_msg=name)
+    assert kinds == VECTORS | MATRICES
+
+
+@pytest.mark.parametrize("gradient", (100.0, 1e-6))
+def test_large_gradients_are_clipped(gradient):
+    """Adam's first moment after a step is a tenth of the clipped gradient."""
+    options = OptimiserConfig(learning_rate=0.5, steps=10, warmup=0, clip=0.7)
+    params, _, state = updated(options, gradient)
+    norm = gradient * sum(p.size for p in jax.tree.leaves(params)) ** 0.5
+    adam = optax.tree.get(state, "mu")
+    got = optax.global_norm(adam)
+    assert float(got) == pytest.approx(0.1 * min(norm, 0.7), rel=1e-5)
+    assert (norm > 0.7) == (gradient == 100.0)
+
+
+def test_state_before_the_first_step():
+    params = weights()
+    state = init_state(params, OptimiserConfig(learning_rate=0.5, steps=10))
+    assert isinstance(state, TrainState)
+    assert state.params is params
+    assert (state.step.dtype, int(state.step)) == (jnp.int32, 0)
+    for name, a in named_leaves(optax.tree.get(state.optimiser, "mu")).items():
+        assert not np.asarray(a).any(), name
+
+
+BAD = {
+    "no steps": {"steps": 0},
+    "no rate": {"learning_rate": 0.0},
+    "rate is no number": {"learning_rate": float("nan")},
+    "negative warm-up": {"warmup": -1},
+    "decay for longer than the run": {"decay_share": 1.5},
+    "negative decay": {"weight_decay": -0.1},
+    "nothing passes the clip": {"clip": 0.0},
+}
+
+
+@pytest.mark.parametrize("changes", BAD.values(), ids=BAD)
+def test_bad_settings_are_refused(changes):
+    with pytest.raises(CloverError, match=next(iter(changes))):
+        OptimiserConfig(**({"learning_rate": 0.1, "steps": 10} | changes))
