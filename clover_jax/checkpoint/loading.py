@@ -144,7 +144,7 @@ def look_through(folder: Path | str, *, dtype: LoadDtype | None = None) -> Surve
         problems=tuple(problems),
         experts=_experts_layout(sources),
         prefix="language_model" if _has_level(sources) else "",
-        components=_components(specs, sources, reading.config),
+        components=sum_components(specs, sources, reading.config),
         casts=_casts(specs, sources),
         norm_mean=None if problems else _norm_mean(sources),
     )
@@ -281,9 +281,10 @@ def _component(path: str) -> str:
     return names.get(owner, "norms")
 
 
-def _components(
+def sum_components(
     specs: dict[str, ParamSpec], sources: dict[str, list[Source]], cfg: ModelConfig
 ) -> tuple[Component, ...]:
+    """Parameters, bytes in memory and bytes in the files by component of the model."""
     sums: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0])
     for path, whole in pieces(cfg).items():
         total = sums[_component(path)]

@@ -143,6 +143,7 @@ def write_weights(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) 
     for file, shard in zip(files, shards, strict=True):
         tensors = {entry.name: entry.make() for entry in shard}
         save_file(tensors, folder / file, metadata={"format": "pt"})  # transformers wants a format
+        (folder / file).chmod(0o644)  # the writer makes files that only their owner can read
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(e.nbytes for e in entries)},

@@ -56,6 +56,10 @@ def _run(argv: list[str]) -> int:
             from clover_jax.cli.chat import chat
 
             return chat(command)
+        case commands.Eval():
+            from clover_jax.cli.evaluate import evaluate
+
+            return evaluate(command)
         case commands.Info():
             from clover_jax.cli.info import info
 

@@ -121,6 +121,23 @@ class Chat(ModelFlags):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Eval(ModelFlags):
+    """Accuracy and tokens per forward pass on held-out problems of the built-in tasks.
+
+    Attributes:
+        task: Task to measure (all of them by default).
+        n: Problems per task.
+        split: Held-out part.
+        batch: Problems answered together.
+    """
+
+    task: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
+    n: int = 100
+    split: Literal["val", "test"] = "test"
+    batch: int = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Info:
     """Show a model's config, sizes, and what of a folder would not load.
 
@@ -165,6 +182,7 @@ class RunFlags:
         rows: Samples per batch.
         learning_rate: Peak.
         warmup: Steps of linear warm-up.
+        decay_share: Share of the steps in which the rate falls to 0 at the end.
         seed: Of start values, data and noise.
         task: Task and its weight, such as gcd=2 (all tasks by default).
         thinking_share: Share of the samples that think.
@@ -176,6 +194,7 @@ class RunFlags:
     rows: int = 32
     learning_rate: float = 3e-3
     warmup: int = 50
+    decay_share: float = 0.3
     seed: int = 0
     task: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=WEIGHT")] = ()
     thinking_share: float = 0.5
@@ -220,6 +239,7 @@ _TrainCommands = (
 COMMANDS: Any = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Chat, subcommand("chat")]
+    | Annotated[Eval, subcommand("eval")]
     | Annotated[Info, subcommand("info")]
     | Annotated[_CheckpointCommands, subcommand("checkpoint", description="Rewrite folders.")]
     | Annotated[_TrainCommands, subcommand("train", description="Train models.")]

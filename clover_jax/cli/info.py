@@ -9,7 +9,7 @@ import msgspec
 
 from clover_jax import checkpoint
 from clover_jax.cache import bytes_per_row, bytes_per_token
-from clover_jax.checkpoint.loading import _components
+from clover_jax.checkpoint.loading import sum_components
 from clover_jax.checkpoint.report import Component, problem_lines
 from clover_jax.cli.commands import CheckpointConvert, Info
 from clover_jax.cli.session import packaged_model
@@ -28,7 +28,8 @@ def info(flags: Info) -> int:
         if flags.preset not in PRESETS:
             raise CloverError(f"preset is {flags.preset!r}: expected one of {', '.join(PRESETS)}")
         cfg = PRESETS[flags.preset]()
-        components = _components(named_leaves(param_specs(cfg)), collections.defaultdict(list), cfg)
+        specs = named_leaves(param_specs(cfg))
+        components = sum_components(specs, collections.defaultdict(list), cfg)
         problems, warnings = [], ()
         lines = [f"preset {flags.preset}", *(_component_line(c) for c in components)]
     else:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
@@ -40,7 +41,7 @@ def train(flags: TrainPretrain | TrainConvert) -> int:
         else:
 
             def calibrated(residuals: Residuals) -> None:
-                before, after = residuals.before.mean(), residuals.after.mean()
+                before, after = np.nanmean(residuals.before), np.nanmean(residuals.after)
                 print(f"calibrated: relative residual {before:.3f} -> {after:.3f}", file=sys.stderr)
                 check()
 
@@ -68,7 +69,10 @@ def run_config(flags: TrainPretrain | TrainConvert) -> loop.RunConfig:
         data=data,
         loss=LossConfig(diffusion=0.0 if pretrain else flags.diffusion),
         optimiser=OptimiserConfig(
-            learning_rate=flags.learning_rate, steps=flags.steps, warmup=flags.warmup
+            learning_rate=flags.learning_rate,
+            steps=flags.steps,
+            warmup=flags.warmup,
+            decay_share=flags.decay_share,
         ),
         seed=flags.seed,
         calibration_steps=0 if pretrain else flags.calibration_steps,

@@ -219,7 +219,7 @@ class Generator:
             mode: block diffusion, or one causal token at a time.
             driver: `full` yields at the end, `block` as blocks are resolved, `step` after each
                 denoising step.
-            cache: a prefix that every row's prompt starts with (one row), as `keep_cache` gave it.
+            cache: a prefix that the one row's prompt starts with; it is used up.
             keep_cache: receives a copy of the cache right after the prompt, for the next turn.
             trace: yield a `CanvasEvent` for every step.
 
@@ -240,13 +240,13 @@ class Generator:
             margins=self.margins,
         )
         sampling = sampler_params([r.sampling for r in requests])
+        rows = [_Row(self.tokenizer, r) for r in requests]
         began = time.perf_counter()
         state, reused = self._start(requests, loop, cache)
         if keep_cache is not None:
             keep_cache(snapshot(state.cache))
         jax.block_until_ready(state.cache.length)
         prefilled = time.perf_counter()
-        rows = [_Row(self.tokenizer, r) for r in requests]
         while True:
             state, canvases = self._drive(state, sampling, loop, driver, trace)
             view = jax.device_get((state.finish, state.text))
@@ -256,7 +256,7 @@ class Generator:
             for r, row in enumerate(rows):
                 if row.done:
                     continue
-                event = row.advance(r, text, ended=finish[r] != sampler.RUNNING)
+                event = row.advance(r, text, ended=bool(finish[r] != sampler.RUNNING))
                 if event is not None:
                     yield event
                 if row.matched and finish[r] == sampler.RUNNING:

@@ -12,7 +12,7 @@ from `cache.length`.
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ from clover_jax.model.stack import StackStats
 RUNNING, STOP, LENGTH, ERROR = range(4)  # DecodeState.finish
 
 
+@runtime_checkable
 class Passes(Protocol):
     """What the loop asks of a model. `step` is for scripted models; a real one ignores it."""
 

@@ -34,6 +34,7 @@ from clover_jax.model.deltanet import (
     ring_before,
     split_heads,
 )
+from clover_jax.model.norm import over_last_axis
 from pallas_kernels.gated_delta import boundary_state, gated_delta
 from pallas_kernels.state_fusion import state_fusion
 
@@ -173,4 +174,5 @@ def _slot_logit(
         score = jnp.broadcast_to(jnp.log(length)[:, None, None], read.shape[:-1])
     else:
         score = jnp.log1p(jnp.sqrt(jnp.sum(read * read, axis=-1) + jnp.float32(1e-12)))
-    return p.bd_softmax_history_bias + p.bd_softmax_history_c * score
+    bias, c = p.bd_softmax_history_bias, p.bd_softmax_history_c
+    return over_last_axis(bias, score) + over_last_axis(c, score) * score

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clover_jax.config import ModelConfig
 from clover_jax.env import Env
-from clover_jax.model.norm import gated_rms_norm, l2_norm
+from clover_jax.model.norm import gated_rms_norm, l2_norm, over_last_axis
 from clover_jax.params import (
     ParamSpec,
     inverse_softplus_step,
@@ -99,8 +99,8 @@ def gdn_inputs(
     keep = valid[..., None]
     qkv = jnp.where(keep, x @ p.in_proj_qkv, jnp.zeros((), x.dtype))
     a, b = (x @ w for w in (p.in_proj_a, p.in_proj_b))
-    rate = jnp.exp(p.A_log)
-    g = -rate * jax.nn.softplus(a.astype(jnp.float32) + p.dt_bias)
+    step = jax.nn.softplus(a.astype(jnp.float32) + over_last_axis(p.dt_bias, a))
+    g = -over_last_axis(jnp.exp(p.A_log), a) * step
     beta = jax.nn.sigmoid(b.astype(jnp.float32))
     return GDNInputs(qkv, x @ p.in_proj_z, jnp.where(keep, g, 0.0), jnp.where(keep, beta, 0.0))
 
@@ -112,9 +112,10 @@ def causal_conv(
     kernel = taps.shape[0]
     time = window.shape[-2] - kernel + 1
     window, taps = window.astype(jnp.float32), taps.astype(jnp.float32)
-    return sum(
-        (window[..., j : j + time, :] * taps[j] for j in range(kernel)), start=jnp.float32(0)
-    )
+    out = jnp.zeros((*window.shape[:-2], time, window.shape[-1]), jnp.float32)
+    for j in range(kernel):
+        out = out + window[..., j : j + time, :] * over_last_axis(taps[j], out)
+    return out
 
 
 def split_heads(

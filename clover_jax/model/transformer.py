@@ -335,9 +335,7 @@ def _pass(
 
     def run(inputs: tuple, cache: DecodeCache) -> PassOutput:
         clean, noisy = inputs
-        out = forward(
-            params, clean, noisy, cache, cfg=cfg, env=env, logits=logits, experts=experts
-        )
+        out = forward(params, clean, noisy, cache, cfg=cfg, env=env, logits=logits, experts=experts)
         return out._replace(hidden=None)
 
     if env.rows == "batched":

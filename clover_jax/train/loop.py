@@ -196,7 +196,9 @@ def _run(
                     save(state)
                     saved = time.monotonic()
         finally:
-            if int(state.step) != manager.latest_step() and int(state.step) > 0:
+            # An interrupt inside a step leaves donated buffers: then the last checkpoint stays.
+            whole = not any(a.is_deleted() for a in jax.tree.leaves(state))
+            if whole and int(state.step) not in (0, manager.latest_step()):
                 save(state)
             manager.wait_until_finished()
     final = _validate(state, run, batches, cfg, forbidden)

@@ -39,9 +39,10 @@ class OptimiserConfig:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.learning_rate <= 0:
+        if self.steps < 1 or self.learning_rate <= 0 or not 0 <= self.decay_share <= 1:
             raise CloverError(
-                f"steps {self.steps}, learning_rate {self.learning_rate}: expected positive numbers"
+                f"steps {self.steps}, learning_rate {self.learning_rate}, decay_share "
+                f"{self.decay_share}: expected positive numbers and a share from 0 to 1"
             )
 
     def schedule(self) -> optax.Schedule:

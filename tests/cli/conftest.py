@@ -54,7 +54,9 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint folder with a tokenizer."""
     files = tmp_path_factory.mktemp("tokenizer")
-    learnt = train_bpe(["user assistant cats ants legs three two the of and"] * 3, config().vocab_size)
+    learnt = train_bpe(
+        ["user assistant cats ants legs three two the of and"] * 3, config().vocab_size
+    )
     write_tokenizer(files, learnt, model_max_length=512)
     (files / "generation_config.json").write_text(json.dumps(GENERATION))
     folder = tmp_path_factory.mktemp("models") / "clover"

@@ -29,9 +29,7 @@ def batches(tokenizer, config=CONFIG, **options):
 def contents(batch) -> list[tuple[int, ...]]:
     """The tokens of a batch's samples, without pads."""
     return [
-        tuple(row[:n].tolist())
-        for row, n in zip(batch.tokens, batch.n_valid, strict=True)
-        if n > 0
+        tuple(row[:n].tolist()) for row, n in zip(batch.tokens, batch.n_valid, strict=True) if n > 0
     ]
 
 
@@ -76,9 +74,7 @@ def test_a_window_uses_each_of_its_samples_once(tokenizer, window):
     reader = batches(tokenizer)
     first, size = window * WINDOW * CONFIG.rows, WINDOW * CONFIG.rows
     examples = [reader.example(i) for i in range(first, first + size)]
-    fits = [
-        e for e in examples if e.length <= 120 and -(-len(e.response) // BLOCK) <= 6
-    ]
+    fits = [e for e in examples if e.length <= 120 and -(-len(e.response) // BLOCK) <= 6]
     assert len(fits) > size / 2  # or this test would say little
     seen = [
         sample

@@ -122,6 +122,17 @@ def routed(logits, *, valid=None, allowed=None, blocks=None, cfg=CFG):
     return np.asarray(routing.expert[0]), np.asarray(routing.weight[0]), stats
 
 
+def test_router_precision_is_pinned():
+    """Accelerators round fp32 matmuls unless told otherwise, which turns close choices."""
+    p, x = logits_to_inputs(np.zeros((1, 3, EXPERTS), np.float32))
+    call = functools.partial(route, cfg=CFG, allowed=None, blocks=None)
+    with jax.default_matmul_precision("default"):
+        program = jax.make_jaxpr(call)(p, x, jnp.ones((1, 3), bool))
+    found = [e for e in program.jaxpr.eqns if e.primitive is jax.lax.dot_general_p]
+    highest = jax.lax.Precision.HIGHEST
+    assert [e.params["precision"] for e in found] == [(highest, highest)]
+
+
 def test_weights_by_hand():
     """All logits negative; weights are a softmax over the two chosen ones."""
     logits = [[-9, -7, -8, -9, -9, -9, -9, -6]]

@@ -224,6 +224,25 @@ def test_masks_hide_tokens():
     assert np.abs(call(tokens, masked) - call(tokens, ~masked)).max() > 0.1
 
 
+def test_a_done_row_stays_finite():
+    """A row with nothing to preview gives numbers that nobody reads, and no NaN."""
+    logits, stats = PREVIEW(params(), *noisy(), count(8, 0), prefix())
+    assert np.isfinite(logits).all()
+    assert not np.asarray(stats.router.touched[:, 1]).any()
+    assert not np.asarray(stats.history_share[:, 1]).any()
+
+
+def test_a_spoiled_row_spoils_no_other():
+    start = prefix()
+    spoiled = start._replace(state=start.state.at[:, :, 1].set(jnp.nan))
+    assert np.isnan(LONG(params(), TOKENS[:, :BLOCK], count(8, 8), spoiled).logits[1]).any()
+    a, b = (LONG(params(), TOKENS[:, :BLOCK], count(8, 8), c) for c in (start, spoiled))
+    np.testing.assert_array_equal(a.logits[0], b.logits[0])
+    assert_same_bits(a.cache, b.cache, rows=[0])
+    a, b = (PREVIEW(params(), *noisy(), count(8, 8), c)[0] for c in (start, spoiled))
+    np.testing.assert_array_equal(a[0], b[0])
+
+
 def test_invalid_block_rows_cannot_matter():
     tokens, masked = noisy()
     other = tokens.copy()

@@ -15,7 +15,7 @@ from tests.helpers.limits import assert_close
 from tests.model.oracle import Row
 from tests.model.small import QUICK, config, jitted, random_params, random_tokens
 
-CFG = config()
+CFG, ENV = config(), Env()
 ROWS, TIME, BLOCK = 2, 24, CFG.block_length
 # Boundaries anywhere: at nothing, inside a chunk, at a chunk's end, at the end of the stream.
 INDEX = np.array([[0, 5, 24], [7, 16, 23]], np.int32)
@@ -31,23 +31,20 @@ WEIGHTS = tuple(
 )
 
 
-def both_streams(params, env):
-    """Hidden states of both streams, statistics and GDN values."""
-    clean = CleanInput(*map(jnp.asarray, (TOKENS, N_CLEAN)))
-    noisy = NoisyInput(*map(jnp.asarray, (DRAFT, MASKED, N_VALID, INDEX)))
-    return forward(params, clean, noisy, None, cfg=CFG, env=env, taps=True)
+def both_streams(params, tokens, draft, masked, *, cfg=CFG, env=ENV):
+    """Logits of both streams, statistics and GDN values."""
+    clean = CleanInput(tokens, jnp.asarray(N_CLEAN))
+    noisy = NoisyInput(draft, masked, *map(jnp.asarray, (N_VALID, INDEX)))
+    out = forward(params, clean, noisy, None, cfg=cfg, env=env, taps=True)
+    return [unembed(params, hidden) for hidden in out.hidden], out.stats, out.taps
+
+
+run = jax.jit(both_streams, static_argnames=("cfg", "env"), compiler_options=QUICK)
 
 
 @functools.cache
 def trained():
-    """Both streams' logits, statistics and GDN values."""
-
-    @functools.partial(jax.jit, compiler_options=QUICK)
-    def run(params):
-        out = both_streams(params, Env())
-        return [unembed(params, hidden) for hidden in out.hidden], out.stats, out.taps
-
-    return run(random_params(CFG))
+    return run(random_params(CFG), TOKENS, DRAFT, MASKED)
 
 
 @functools.cache
@@ -56,14 +53,15 @@ def gradients():
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     @jax.grad
-    def run(params):
-        # Other settings than the forward pass above, which is as the defaults are.
-        out = both_streams(params, Env(moe_path="dense", boundary_batch=1))
-        logits = [unembed(params, hidden) for hidden in out.hidden]
+    def of_sum(params):
+        # Settings that compile fast, and others than those of the forward pass above.
+        cfg, env = CFG.replace(**{"delta.chunk": 4}), Env(moe_path="dense", boundary_batch=1)
+        inputs = map(jnp.asarray, (TOKENS, DRAFT, MASKED))
+        logits, *_ = both_streams(params, *inputs, cfg=cfg, env=env)
         parts = zip(logits, WEIGHTS, VALID, strict=True)
         return sum(jnp.sum(jnp.where(v[..., None], x * w, 0.0)) for x, w, v in parts)
 
-    return named_leaves(run(jax.tree.map(jnp.asarray, random_params(CFG))))
+    return named_leaves(of_sum(jax.tree.map(jnp.asarray, random_params(CFG))))
 
 
 def weighted_by_oracle(params) -> float:
@@ -152,25 +150,17 @@ def test_gradients_are_the_oracles_finite_differences():
 
 def test_future_and_other_blocks_cannot_matter():
     """A block sees the clean tokens before its boundary and itself, nothing else."""
-    params = jax.tree.map(jnp.asarray, random_params(CFG))
-
-    @functools.partial(jax.jit, compiler_options=QUICK)
-    def hidden(tokens, draft):
-        unmasked = jnp.zeros(draft.shape, bool)
-        noisy = NoisyInput(draft, unmasked, *map(jnp.asarray, (N_VALID, INDEX)))
-        clean = CleanInput(tokens, jnp.asarray(N_CLEAN))
-        return forward(params, clean, noisy, None, cfg=CFG, env=Env()).hidden
-
     later, block = TOKENS.copy(), DRAFT.copy()
-    later[:, 16:] = 9  # past the boundaries of block 1, and of block 0
+    later[:, 16:] = 9  # past the boundaries of blocks 0 and 1
     block[:, 2] = 9
-    want, got = hidden(TOKENS, DRAFT), hidden(later, block)
+    (want_clean, want), *_ = trained()
+    (clean, noisy), *_ = run(random_params(CFG), later, block, MASKED)
     for r in range(ROWS):
-        n = N_VALID[r]
-        assert_close("layer", "block 0", got.noisy[r, 0, : n[0]], want.noisy[r, 0, : n[0]])
-        assert_close("layer", "block 1", got.noisy[r, 1, : n[1]], want.noisy[r, 1, : n[1]])
-        assert_close("layer", "clean", got.clean[r, :16], want.clean[r, :16])
-    assert np.abs(np.asarray(got.noisy[:, 2] - want.noisy[:, 2])).max() > 0.1
+        for b in (0, 1):
+            n = N_VALID[r, b]
+            assert_close("layer", f"block {b}", noisy[r, b, :n], want[r, b, :n])
+        assert_close("layer", "clean", clean[r, :16], want_clean[r, :16])
+    assert np.abs(np.asarray(noisy[:, 2] - want[:, 2])).max() > 0.1
 
 
 def test_blocks_without_a_clean_stream_stand_at_an_empty_prefix():
