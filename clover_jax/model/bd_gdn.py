@@ -122,7 +122,12 @@ def _one_block(
 
     history_q = q if switches.history_query == "unit" else scaled_q
     group = cfg.delta.num_value_heads // cfg.delta.num_key_heads
-    read = jnp.einsum("rhkv,rihk->rihv", prefix.state, jnp.repeat(history_q, group, axis=2))
+    read = jnp.einsum(
+        "rhkv,rihk->rihv",
+        prefix.state,
+        jnp.repeat(history_q, group, axis=2),
+        precision=lax.Precision.HIGHEST,
+    )
     slot, bias = _slot_logit(p, read, valid, switches), None
     if switches.block_bias == "decay":
         c = jnp.moveaxis(jnp.cumsum(inputs.g, axis=1), 1, 2)  # [rows, value_heads, block]

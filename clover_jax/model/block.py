@@ -204,6 +204,9 @@ def full_layer(
         assert lay is not None
         x = rms_norm(noisy, p.input_layernorm, eps=cfg.rms_norm_eps)
         q, k, v, gate = attention_inputs(p.self_attn, x, lay.rope, cfg=cfg)
+        if cache is None and clean is None:  # an empty prefix: cells that nobody sees
+            flat = lambda a: _as_cells(a.reshape(a.shape[0], -1, *a.shape[3:]))
+            k_cells, v_cells, group = flat(k), flat(v), 0
         limit = jnp.where(lay.valid, lay.before[..., None], 0).reshape(q.shape[0], -1)
         mixed = attend(q.reshape(q.shape[0], -1, *q.shape[3:]), limit, BlockKV(k, v, lay.valid))
         noisy = noisy + attention_output(p.self_attn, mixed.reshape(q.shape), gate)

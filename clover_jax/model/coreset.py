@@ -47,4 +47,9 @@ def coreset(
     member = jnp.any(
         (order[..., None] == rank.reshape(*(1,) * order.ndim, experts)) & kept[..., None], axis=-2
     )
-    return member, jnp.min(jnp.abs(share - jnp.float32(cfg.top_p)), axis=-1)
+    # Rounding can move the crossing, or swap the last expert that is in with the first that is not.
+    crossing = jnp.min(jnp.abs(share - jnp.float32(cfg.top_p)), axis=-1)
+    step = sorted_mass[..., :-1] - sorted_mass[..., 1:]
+    last = kept[..., :-1] & ~kept[..., 1:]
+    swap = jnp.min(jnp.where(last, step / jnp.where(total > 0, total, jnp.float32(1)), jnp.inf), -1)
+    return member, jnp.minimum(crossing, swap)

@@ -128,18 +128,14 @@ def route(
 ) -> tuple[Routing, RouterStats]:
     """Top-k experts of every position; see `moe` for the arguments."""
     m = cfg.moe
-    logits = x.astype(jnp.float32) @ p.gate
+    logits = jnp.matmul(x.astype(jnp.float32), p.gate, precision=lax.Precision.HIGHEST)
     if allowed is not None:
         logits = jnp.where(allowed[None, None], logits, -jnp.inf)
     probs = jax.nn.softmax(logits, axis=-1)
-    sorted_logits, expert = lax.top_k(logits, min(m.top_k + 1, m.num_experts))
-    keep = valid[..., None]
-    chosen = _members(expert[..., : m.top_k], m.num_experts) & keep
-    gap = jnp.full(valid.shape, jnp.inf, jnp.float32)
-    if m.top_k < m.num_experts:
-        gap = sorted_logits[..., m.top_k - 1] - sorted_logits[..., m.top_k]
-    margin, coreset_margin = gap, jnp.full(valid.shape[:1], jnp.inf, jnp.float32)
-    expert = expert[..., : m.top_k]
+    expert, margin = _top_k(logits, m.top_k)
+    keep = valid[..., None] & jnp.isfinite(logits)
+    chosen = _members(expert, m.num_experts) & keep
+    coreset_margin = jnp.full(valid.shape[:1], jnp.inf, jnp.float32)
     if blocks is not None and m.coreset is not None:
         size = blocks[0] * blocks[1]
         by_block = lambda a: a[:, -size:].reshape(a.shape[0], *blocks, *a.shape[2:])
@@ -147,13 +143,15 @@ def route(
             by_block(probs), by_block(chosen), by_block(valid), cfg=m.coreset, top_k=m.top_k
         )
         inside = jnp.where(members[:, :, None], by_block(logits), -jnp.inf)
-        restricted = lax.top_k(inside, m.top_k)[1].reshape(x.shape[0], size, m.top_k)
+        restricted, gap = _top_k(inside.reshape(x.shape[0], size, -1), m.top_k)
         expert = jnp.concatenate([expert[:, :-size], restricted], axis=1)
+        margin = jnp.concatenate([margin[:, :-size], jnp.minimum(margin[:, -size:], gap)], axis=1)
         coreset_margin = jnp.min(crossing, axis=1)
     expert = jnp.sort(expert, axis=-1)
-    weight = jnp.take_along_axis(probs, expert, axis=-1)
-    if m.norm_topk_prob:
-        weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
+    if m.norm_topk_prob:  # the renormalised probabilities, also where those round to 0
+        weight = jax.nn.softmax(jnp.take_along_axis(logits, expert, axis=-1), axis=-1)
+    else:
+        weight = jnp.take_along_axis(probs, expert, axis=-1)
     stats = RouterStats(
         touched=jnp.any(_members(expert, m.num_experts) & keep, axis=1),
         assigned=jnp.sum(chosen.astype(jnp.float32), axis=1),
@@ -163,6 +161,18 @@ def route(
         coreset_margin=coreset_margin,
     )
     return Routing(expert, weight), stats
+
+
+def _top_k(
+    logits: Float[Array, "*rows experts"], k: int
+) -> tuple[Int[Array, "*rows k"], Float[Array, "*rows"]]:
+    """The k best ids (ties: lower id), and the gap to the next logit that exists."""
+    best, expert = lax.top_k(logits, min(k + 1, logits.shape[-1]))
+    if k == logits.shape[-1]:
+        return expert, jnp.full(logits.shape[:-1], jnp.inf, jnp.float32)
+    following = best[..., k]
+    gap = jnp.where(jnp.isfinite(following), best[..., k - 1] - following, jnp.inf)
+    return expert[..., :k], gap
 
 
 def _members(expert: Int[Array, "*rows k"], num_experts: int) -> Bool[Array, "*rows experts"]:

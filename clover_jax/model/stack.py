@@ -104,8 +104,9 @@ def apply_stack(
         env: rematerialisation and implementation choices.
         taps: also return every GDN layer's values before the gated norm.
     """
-    if allowed is None:
-        allowed = _existing_experts(cfg)
+    existing = _existing_experts(cfg)
+    if existing is not None:
+        allowed = existing if allowed is None else existing & allowed
     if isinstance(layers, tuple):
         return _unrolled(layers, streams, cache, layout, allowed, cfg, env, taps)
     writes = streams.clean is not None

@@ -317,6 +317,8 @@ def _logits(
     assert hidden.clean is not None and clean is not None
     if logits == "all":
         return unembed(params, hidden.clean)
+    if cache is not None:
+        return unembed(params, cache.hidden)
     last = jnp.maximum(clean.n_valid - 1, 0)[:, None, None]
     return unembed(params, jnp.take_along_axis(hidden.clean, last, axis=1)[:, 0])
 
@@ -364,8 +366,9 @@ def _map_rows(run: Any, inputs: tuple, cache: DecodeCache, *, writes: bool) -> P
 
     def body(r: Array, carry: tuple) -> tuple:
         buffers, own = carry
-        part = row(own if writes else cache, ROW_AXES, r)
-        out = run(row(inputs, first, r), part)
+        apart = lax.optimization_barrier
+        part = apart((row(inputs, first, r), row(own if writes else cache, ROW_AXES, r)))
+        out = apart(run(*part))
         buffers = put(buffers, (out.logits, out.stats), axes, r)
         return buffers, put(own, out.cache, ROW_AXES, r) if writes else None
 

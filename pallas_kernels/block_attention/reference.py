@@ -41,5 +41,6 @@ def block_attention(
                 w = jnp.exp(logits - jnp.max(jnp.where(cells, logits, -jnp.inf)))
                 w = jnp.where(cells, w, 0.0)
                 mixed = jnp.matmul(w, values[:, kv], precision=lax.Precision.HIGHEST)
-                out = out.at[r, i, h].set(mixed / jnp.sum(w))
+                total = jnp.sum(w)
+                out = out.at[r, i, h].set(jnp.where(total > 0, mixed / total, 0.0))
     return out.astype(q.dtype)

@@ -77,7 +77,7 @@ def block_attention(
     elif differentiable:
         carry, _ = lax.scan(lambda c, t: (add_tile(t, c), None), carry, jnp.arange(tiles))
     else:
-        used_tiles = (jnp.max(limit) + (tile - 1)) // tile
+        used_tiles = jnp.minimum((jnp.max(limit) + (tile - 1)) // tile, tiles)
         carry = lax.fori_loop(0, used_tiles, add_tile, carry)
     _, total, mixed = carry
     out = mixed / jnp.where(total > 0, total, jnp.float32(1))[..., None]

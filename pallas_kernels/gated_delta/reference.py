@@ -18,7 +18,7 @@ def gated_delta(
         q, k, v, g, beta = token
         s = jnp.exp(g)[..., None, None] * s
         error = v - jnp.einsum("rhkv,rhk->rhv", s, k, precision=lax.Precision.HIGHEST)
-        s = s + jnp.einsum("rhk,rhv->rhkv", k, beta[..., None] * error)
+        s = s + k[..., :, None] * (beta[..., None] * error)[..., None, :]
         return s, jnp.einsum("rhkv,rhk->rhv", s, q, precision=lax.Precision.HIGHEST)
 
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, g, beta))

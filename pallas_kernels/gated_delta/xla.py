@@ -10,12 +10,16 @@ Only differences of cumulative log decays are exponentiated, and only where they
 factored form e^{c_i} e^{-c_j} overflows under strong decay (pytorch/executorch#21417).
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+# The state and its solve stay float32: accelerators would round the inputs.
+_einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 class DeltaTrace(NamedTuple):
@@ -24,7 +28,7 @@ class DeltaTrace(NamedTuple):
     states: Float[Array, "rows bounds key_heads group key value"]  # before chunk 0, 1, ..., after
     k: Float[Array, "rows chunks chunk key_heads key"]
     v_new: Float[Array, "rows chunks chunk key_heads group value"]  # V'
-    c: Float[Array, "rows chunks chunk key_heads group"]  # cumulative log decay in the chunk
+    g: Float[Array, "rows chunks chunk key_heads group"]  # log decay
 
 
 def gated_delta(
@@ -53,8 +57,11 @@ def gated_delta_trace(
     c = jnp.cumsum(g, axis=2)
     c_heads = jnp.moveaxis(c, 2, -1)  # [rows, chunks, key_heads, group, chunk]
     lower = jnp.tril(jnp.ones((chunk, chunk), bool))
-    decay = jnp.exp(jnp.where(lower, c_heads[..., :, None] - c_heads[..., None, :], -jnp.inf))
-    kk = jnp.einsum("rnihk,rnjhk->rnhij", k, k)
+    # sum of g over j < m <= i, not c_i - c_j: that cancels under strong decay.
+    g_heads = jnp.moveaxis(g, 2, -1)[..., :, None]
+    between = jnp.cumsum(jnp.where(jnp.tril(lower, -1), g_heads, 0.0), axis=-2)
+    decay = jnp.exp(jnp.where(lower, between, -jnp.inf))
+    kk = _einsum("rnihk,rnjhk->rnhij", k, k)
     beta_heads = jnp.moveaxis(beta, 2, -1)
     a = jnp.where(jnp.tril(lower, -1), beta_heads[..., :, None] * kk[:, :, :, None] * decay, 0.0)
     beta_v = jnp.moveaxis(beta[..., None] * v, 2, -2)  # [rows, chunks, key_heads, group, chunk, v]
@@ -64,21 +71,21 @@ def gated_delta_trace(
     c_end = c_heads[..., -1:]
 
     def step(s: Array, x: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
-        k, u, w, c_chunk, c_last = x
-        v_new = u - jnp.einsum("rhgck,rhgkv->rhgcv", w, s)
-        written = jnp.einsum("rchk,rhgcv->rhgkv", k, jnp.exp(c_last - c_chunk)[..., None] * v_new)
+        k, u, w, to_end, c_last = x
+        v_new = u - _einsum("rhgck,rhgkv->rhgcv", w, s)
+        written = _einsum("rchk,rhgcv->rhgkv", k, jnp.exp(to_end)[..., None] * v_new)
         return jnp.exp(c_last)[..., None] * s + written, (s, v_new)
 
-    xs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (k, u, w, c_heads, c_end))
+    xs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (k, u, w, between[..., -1, :], c_end))
     last, (before, v_new) = lax.scan(step, state, xs)
     states = jnp.moveaxis(jnp.concatenate([before, last[None]]), 0, 1)
     v_new = jnp.moveaxis(v_new, 0, 1)
 
-    scores = jnp.einsum("rnihk,rnjhk->rnhij", q, k)[:, :, :, None] * decay
-    read = jnp.einsum("rnihk,rnhgkv->rnhgiv", q, states[:, :-1])
-    out = jnp.exp(c_heads)[..., None] * read + jnp.einsum("rnhgij,rnhgjv->rnhgiv", scores, v_new)
+    scores = _einsum("rnihk,rnjhk->rnhij", q, k)[:, :, :, None] * decay
+    read = _einsum("rnihk,rnhgkv->rnhgiv", q, states[:, :-1])
+    out = jnp.exp(c_heads)[..., None] * read + _einsum("rnhgij,rnhgjv->rnhgiv", scores, v_new)
     out = jnp.moveaxis(out, -2, 2).reshape(rows, chunks * chunk, key_heads * group, -1)[:, :time]
-    return out, DeltaTrace(states, k, jnp.moveaxis(v_new, -2, 2), c)
+    return out, DeltaTrace(states, k, jnp.moveaxis(v_new, -2, 2), g)
 
 
 def boundary_state(
@@ -94,15 +101,14 @@ def boundary_state(
     pick = lambda x: jnp.take_along_axis(
         x, index.reshape(-1, *(1,) * (x.ndim - 1)), axis=1
     ).squeeze(1)
-    state, k, v_new, c = (pick(x) for x in trace)
-    at = lambda x, i: jnp.take_along_axis(x, i.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)
-    c_t = jnp.where(
-        (inside > 0)[:, None, None, None], at(c, jnp.maximum(inside - 1, 0)), jnp.float32(0)
-    )
+    state, k, v_new, g = (pick(x) for x in trace)
     written = (jnp.arange(chunk)[None] < inside[:, None])[..., None, None]
-    weight = jnp.exp(jnp.where(written, c_t - c, -jnp.inf))
-    new = jnp.einsum("rchk,rchgv->rhgkv", k, weight[..., None] * v_new)
-    return _merge_heads(jnp.exp(c_t[:, 0])[..., None, None] * state + new)
+    # Log decay from after each position to the boundary, and of the whole chunk up to it.
+    onward = lax.cumsum(jnp.where(written, g, 0.0), axis=1, reverse=True)
+    after = jnp.concatenate([onward[:, 1:], jnp.zeros_like(onward[:, :1])], axis=1)
+    weight = jnp.exp(jnp.where(written, after, -jnp.inf))
+    new = _einsum("rchk,rchgv->rhgkv", k, weight[..., None] * v_new)
+    return _merge_heads(jnp.exp(onward[:, 0])[..., None, None] * state + new)
 
 
 def _solve_unit_lower(
@@ -133,12 +139,14 @@ def _solve_unit_lower(
         top = jnp.concatenate([p, jnp.zeros_like(p)], axis=-1)
         inverse = jnp.concatenate([top, jnp.concatenate([corner, r], axis=-1)], axis=-2)
         width *= 2
-    return jnp.matmul(inverse.reshape(*batch, size, size)[..., :chunk, :chunk], b)
+    return jnp.matmul(
+        inverse.reshape(*batch, size, size)[..., :chunk, :chunk], b, precision=lax.Precision.HIGHEST
+    )
 
 
 def _small_matmul(x: Array, y: Array) -> Array:
     if x.shape[-1] >= 16:
-        return jnp.matmul(x, y)
+        return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
     return jnp.sum(x[..., :, :, None] * y[..., None, :, :], axis=-2)
 
 

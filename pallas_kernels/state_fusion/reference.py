@@ -1,4 +1,4 @@
-"""BD-GDN block softmax, one (row, head, position) at a time in spirit: explicit loops over heads."""
+"""BD-GDN block softmax, row by row and head by head."""
 
 import jax.numpy as jnp
 from jax import lax

@@ -96,10 +96,9 @@ def base_config():
     return SMALL.replace(bd_gdn=None, mask_token_id=None, **{"moe.coreset": None})
 
 
-def start(cfg=None):
-    """State before the first step, and the ids that nothing may be."""
-    cfg = base_config() if cfg is None else cfg
-    params = initialise(param_specs(cfg), jax.random.key(RUN.seed))
+def start():
+    """State before the first step."""
+    params = initialise(param_specs(base_config()), jax.random.key(RUN.seed))
     return init_state(unstack(params), RUN.optimiser)
 
 
@@ -219,7 +218,8 @@ def test_the_loss_falls_on_a_repeated_batch(base):
     batch = as_arrays(TaskBatches(tokenizer, DATA, block=32).batch(0))
     forbidden = np.arange(300) >= tokenizer.vocab_size
     forbidden[tokenizer.mask_id] = True
-    state, losses = start(), []
+    # Committed to a device, as the run's state is: or the step would be compiled again.
+    state, losses = jax.device_put(start(), jax.devices()[0]), []
     for _ in range(STEPS):
         state, metrics = train_step(
             state,
@@ -304,14 +304,11 @@ def kill_while_writing(step: Path) -> None:
     step.rename(step.with_name(f"{step.name}.orbax-checkpoint-tmp"))
 
 
-def lose_the_commit_mark(step: Path) -> None:
-    for mark in step.rglob("commit_success.txt"):
-        mark.unlink()
-    (step / "_CHECKPOINT_METADATA").unlink()
-
-
-def lose_the_arrays(step: Path) -> None:
-    shutil.rmtree(step / "default" / "d")
+def cut_a_copy_short(step: Path) -> None:
+    """The marks come last, so a part of a checkpoint has none."""
+    for mark in ("commit_success.txt", "default/commit_success.txt", "_CHECKPOINT_METADATA"):
+        (step / mark).unlink()
+    lose_the_arrays(step)
 
 
 def empty(step: Path) -> None:
@@ -319,10 +316,11 @@ def empty(step: Path) -> None:
     step.mkdir()
 
 
-RUINS = (kill_while_writing, lose_the_commit_mark, lose_the_arrays, empty)
+def lose_the_arrays(step: Path) -> None:
+    shutil.rmtree(step / "default" / "d")
 
 
-@pytest.mark.parametrize("ruin", RUINS)
+@pytest.mark.parametrize("ruin", (kill_while_writing, cut_a_copy_short, empty))
 def test_a_half_written_checkpoint_is_skipped(base, saved_often, ruin):
     """K4: the one before it is taken, and the ruin is replaced.
 
@@ -331,6 +329,15 @@ def test_a_half_written_checkpoint_is_skipped(base, saved_often, ruin):
     ruin(saved_often / "checkpoints" / str(STEPS))
     pretrain(saved_often)
     assert_same_end(saved_often, base)
+
+
+# The checkpoint library leaves unfinished reads behind when one of them fails.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_damaged_checkpoint_is_named(saved_often):
+    """Complete by its marks, but not readable: the user decides, nothing is trained over it."""
+    lose_the_arrays(saved_often / "checkpoints" / str(STEPS))
+    with pytest.raises(CloverError, match=f"checkpoints.*{STEPS}"):
+        pretrain(saved_often)
 
 
 # --- whose folder it is -------------------------------------------------------------------------
@@ -397,8 +404,8 @@ CONVERT = RunConfig(
 
 
 @dataclasses.dataclass
-class Converted:
-    """A conversion that was interrupted after two steps, and what it was when it stopped."""
+class CalibratedRun:
+    """A conversion that was interrupted before its first step, and its files at that time."""
 
     folder: Path
     run: RunConfig
@@ -407,23 +414,22 @@ class Converted:
 
 
 @pytest.fixture(scope="module")
-def half_converted(base, tmp_path_factory) -> Converted:
-    """Calibrated, two steps trained."""
+def calibrated_run(base, tmp_path_factory) -> CalibratedRun:
+    """Calibrated, nothing trained yet."""
     folder = tmp_path_factory.mktemp("convert") / "run"
     run = dataclasses.replace(CONVERT, start=str(base / "model"))
     residuals = []
     with pytest.MonkeyPatch.context() as patch:
-        calls = CONVERT.calibration_steps + 3
-        interrupter = Interrupter(TaskBatches.batch, calls, after=False)
+        interrupter = Interrupter(TaskBatches.batch, CONVERT.calibration_steps + 1, after=False)
         patch.setattr(TaskBatches, "batch", lambda *args: interrupter(*args))
         with pytest.raises(KeyboardInterrupt):
             convert(folder, run, calibrated=residuals.append)
-    return Converted(folder, run, residuals, {p.name for p in folder.iterdir()})
+    return CalibratedRun(folder, run, residuals, {p.name for p in folder.iterdir()})
 
 
-def test_calibration_fits_the_block_operator(half_converted):
+def test_calibration_fits_the_block_operator(calibrated_run):
     """In every GDN layer the residual on its batch falls, over all lengths together."""
-    (found,) = half_converted.residuals
+    (found,) = calibrated_run.residuals
     assert found.lengths == (1, 2, 4, 8, 16, 32)
     assert found.before.shape == found.after.shape == (1, 6)
     seen = np.isfinite(found.before)
@@ -431,10 +437,10 @@ def test_calibration_fits_the_block_operator(half_converted):
     assert found.after[seen].mean() < 0.97 * found.before[seen].mean()
 
 
-def test_conversion_leaves_the_causal_model_alone(base, half_converted):
+def test_conversion_leaves_the_causal_model_alone(base, calibrated_run):
     """Before training, the AR logits are the parent's to the last bit, the mask's own aside."""
     parent, parent_params, _ = checkpoint.load(base / "model", dtype="float32")
-    cfg, params, _ = checkpoint.load(half_converted.folder / "source")
+    cfg, params, _ = checkpoint.load(calibrated_run.folder / "source")
     assert (cfg.dtype, cfg.block_length, cfg.logits_position) == ("float32", 32, "same")
     assert cfg.bd_gdn is not None
     assert cfg.moe.coreset is not None
@@ -454,10 +460,10 @@ def test_conversion_leaves_the_causal_model_alone(base, half_converted):
     np.testing.assert_array_equal(logits[0][..., others], logits[1][..., others])
 
 
-def test_conversion_adds_the_mask_row_and_the_scalars(base, half_converted):
+def test_conversion_adds_the_mask_row_and_the_scalars(base, calibrated_run):
     """The mask's rows are the mean of the tokens' rows; calibration changed its scalars only."""
     parent = named_leaves(checkpoint.load(base / "model", dtype="float32")[1])
-    params = named_leaves(checkpoint.load(half_converted.folder / "source")[1])
+    params = named_leaves(checkpoint.load(calibrated_run.folder / "source")[1])
     tokenizer = Tokenizer.load(base / "model")
     tokens = [i for i in range(tokenizer.vocab_size) if i != tokenizer.mask_id]
     for name, leaf in parent.items():
@@ -480,10 +486,11 @@ def test_conversion_adds_the_mask_row_and_the_scalars(base, half_converted):
             assert np.abs(value - start).max() < 1
 
 
-def test_a_resumed_conversion_keeps_its_source(half_converted):
+def test_a_resumed_conversion_keeps_its_source(calibrated_run):
     """The folder loses its scaffolding, is not calibrated again, and goes on where it stopped."""
-    folder, run = half_converted.folder, half_converted.run
-    assert half_converted.files_when_stopped == {"run.json", "source", "checkpoints"}
+    folder, run = calibrated_run.folder, calibrated_run.run
+    assert "source" in calibrated_run.files_when_stopped
+    assert "uncalibrated" not in calibrated_run.files_when_stopped
     source = (folder / "source" / "model.safetensors").read_bytes()
     again = []
     model = convert(folder, run, calibrated=again.append)
@@ -504,9 +511,9 @@ def test_a_resumed_conversion_keeps_its_source(half_converted):
     assert Tokenizer.load(model).mask_id == cfg.mask_token_id
 
 
-def test_a_clover_folder_is_trained_on_as_it_is(half_converted, tmp_path):
+def test_a_clover_folder_is_trained_on_as_it_is(calibrated_run, tmp_path):
     """Conversion of what is Clover already, without calibration: the same weights to start from."""
-    source = half_converted.folder / "source"
+    source = calibrated_run.folder / "source"
     run = dataclasses.replace(CONVERT, start=str(source), calibration_steps=0)
 
     def stop(*_: Any) -> None:
