@@ -40,10 +40,14 @@ class DataConfig:
     def __post_init__(self) -> None:
         widths, blocks = zip(*self.buckets, strict=True) if self.buckets else ((), ())
         ascending = list(widths) == sorted(set(widths)) and list(blocks) == sorted(blocks)
-        if self.rows < 1 or not self.buckets or not ascending:
+        if self.rows < 1 or not self.buckets or not ascending or min(*widths, *blocks) < 1:
             raise CloverError(
                 f"data rows {self.rows}, buckets {self.buckets}: expected at least one row and "
-                "buckets that ascend in tokens and blocks"
+                "buckets of at least one token and block that ascend in both"
+            )
+        if self.seed < 0 or not 0 <= self.pad_weight < float("inf"):
+            raise CloverError(
+                f"data seed {self.seed}, pad_weight {self.pad_weight}: expected numbers >= 0"
             )
 
 
@@ -87,6 +91,11 @@ class TaskBatches:
         first = window * WINDOW * rows
         examples = [self.example(first + i) for i in range(WINDOW * rows)]
         examples = [e for e in examples if self._bucket(e) < len(self.config.buckets)]
+        if not examples:
+            raise CloverError(
+                f"no sample of window {window} fits a bucket of {self.config.buckets} (tokens, "
+                "response blocks): choose a larger one"
+            )
         examples.sort(key=lambda e: (self._bucket(e), e.length))
         parts = [list(part) for part in np.array_split(np.arange(len(examples)), WINDOW)]
         random.Random(f"{self.config.seed}\0{window}").shuffle(parts)

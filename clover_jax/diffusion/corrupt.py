@@ -62,7 +62,7 @@ def block_noise(seed: int, epoch: int, sample: int, blocks: int, block: int) -> 
     """Which positions are masked, bool [blocks, block]: each with its block's t, at least one."""
     masked = np.zeros((blocks, block), bool)
     for b, t in enumerate(noise_levels(seed, epoch, sample, blocks)):
-        draw = np.random.default_rng([seed, epoch, sample, b]).random(block)
+        draw = np.random.default_rng([seed, epoch, sample, b + 1]).random(block)
         masked[b] = draw < t
         if not masked[b].any():
             masked[b, draw.argmin()] = True

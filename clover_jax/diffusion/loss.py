@@ -86,10 +86,11 @@ def training_loss(
     )
     ar = entropy(out.hidden.clean[:, :-1], batch.tokens[:, 1:], batch.target_weight[:, 1:])
     balance, z = router_losses(out.stats, cfg)
-    total = loss.ar * ar.loss / ar.weight + loss.balance * balance + loss.router_z * z
+    per_weight = lambda x, e: x / jnp.where(e.weight > 0, e.weight, jnp.float32(1))
+    total = loss.ar * per_weight(ar.loss, ar) + loss.balance * balance + loss.router_z * z
     parts = {
-        "ar_loss": ar.loss / ar.weight,
-        "ar_accuracy": ar.correct / ar.weight,
+        "ar_loss": per_weight(ar.loss, ar),
+        "ar_accuracy": per_weight(ar.correct, ar),
         "router_balance": balance,
         "router_z": z,
     }
@@ -105,10 +106,10 @@ def training_loss(
             share = jnp.mean(batch.block_masked.astype(jnp.float32), axis=-1, keepdims=True)
             weight = weight / jnp.maximum(share, jnp.float32(1e-3))
         diffusion = entropy(hidden, batch.block_tokens, weight)
-        total = total + loss.diffusion * diffusion.loss / diffusion.weight
+        total = total + loss.diffusion * per_weight(diffusion.loss, diffusion)
         parts |= {
-            "diffusion_loss": diffusion.loss / diffusion.weight,
-            "diffusion_accuracy": diffusion.correct / diffusion.weight,
+            "diffusion_loss": per_weight(diffusion.loss, diffusion),
+            "diffusion_accuracy": per_weight(diffusion.correct, diffusion),
         }
         if out.stats.history_share is not None:
             parts["history_share"] = jnp.mean(out.stats.history_share)

@@ -66,7 +66,7 @@ def residual(
         params, CleanInput(batch.tokens, batch.n_valid), noisy, None, cfg=cfg, env=env, taps=True
     )
     taps: Any = out.taps
-    at = batch.block_index[..., None] + jnp.arange(cfg.block_length, dtype=jnp.int32)
+    at = batch.block_index[..., None] + jnp.arange(cfg.block_length, dtype=jnp.int32)[None, None]
     at = jnp.minimum(at, batch.tokens.shape[1] - 1).reshape(at.shape[0], -1)
     causal = jnp.take_along_axis(taps.causal, at[None, :, :, None, None], axis=2)
     causal = causal.reshape(taps.block.shape)
@@ -82,7 +82,8 @@ def residual(
         chosen = (batch.block_n_valid == n)[None, :, :, None] & valid[None]
         count = jnp.broadcast_to(jnp.sum(chosen.astype(jnp.float32)), error.shape[:1])
         by_length.append(jnp.stack([jnp.sum(jnp.where(chosen, error, 0.0), axis=(1, 2, 3)), count]))
-    mean = jnp.sum(error) / (error.shape[0] * jnp.sum(valid.astype(jnp.float32)))
+    count = jnp.maximum(jnp.sum(valid.astype(jnp.float32)), 1.0)
+    mean = jnp.sum(error) / (error.shape[0] * count)
     return mean, jnp.stack(by_length, axis=2)
 
 

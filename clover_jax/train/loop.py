@@ -80,7 +80,7 @@ class Progress:
 Report = Callable[[Progress], None]
 
 
-def pretrain(run: RunConfig, folder: Path, *, report: Report, save_seconds: float = 120) -> Path:
+def pretrain(run: RunConfig, folder: Path, *, report: Report, save_seconds: float = 120.0) -> Path:
     """Train the autoregressive base of a preset; returns the model folder.
 
     The parent has no block operator, no mask token and no coreset: it is a Qwen3.6 model.
@@ -92,6 +92,16 @@ def pretrain(run: RunConfig, folder: Path, *, report: Report, save_seconds: floa
         raise CloverError(f"preset is {run.start!r}: expected one of {', '.join(PRESETS)}")
     preset = PRESETS[run.start]()
     cfg = preset.replace(bd_gdn=None, mask_token_id=None, **{"moe.coreset": None})
+    if run.loss.diffusion:
+        raise CloverError(
+            f"pre-training has no blocks, but the diffusion loss has weight {run.loss.diffusion}: "
+            "expected 0"
+        )
+    if cfg.vocab_size < bpe.SMALLEST_VOCAB:
+        raise CloverError(
+            f"preset {run.start} has vocab_size {cfg.vocab_size}: expected at least "
+            f"{bpe.SMALLEST_VOCAB}, to hold a tokenizer of bytes"
+        )
     _claim(run, folder)
     tokenizer_folder = folder / "tokenizer"
     if not (tokenizer_folder / "tokenizer_config.json").exists():
@@ -107,17 +117,19 @@ def convert(
     *,
     report: Report,
     calibrated: Callable[[Residuals], None],
-    save_seconds: float = 120,
+    save_seconds: float = 120.0,
 ) -> Path:
     """Calibrate and train a Qwen3.6 or Clover folder on both streams; returns the model folder.
 
     Raises:
         CloverError: the source cannot be loaded, or the folder belongs to another run.
     """
-    _claim(run, folder)
     source = folder / "source"
+    start = Path(run.start)
     if not source.exists():
-        start = Path(run.start)
+        checkpoint.inspect(start).require_loadable()
+    _claim(run, folder)
+    if not source.exists():
         if checkpoint.inspect(start).require_loadable().bd_gdn is None:
             checkpoint.convert(start, folder / "uncalibrated", overwrite=True)
             start = folder / "uncalibrated"
@@ -145,6 +157,8 @@ def _claim(run: RunConfig, folder: Path) -> None:
                 f"{folder} holds another run (see {path}): repeat its settings to resume it, or "
                 "choose another folder"
             )
+    elif folder.exists() and not folder.is_dir():
+        raise CloverError(f"{folder} is a file: choose another folder for the run")
     elif folder.exists() and any(folder.iterdir()):
         raise CloverError(f"{folder} is not empty and holds no run: choose another folder")
     else:
@@ -176,35 +190,30 @@ def _run(
     if tokenizer.mask_id is not None:
         forbidden[tokenizer.mask_id] = True
     forbidden = jnp.asarray(forbidden)
-    state = init_state(unstack(params), run.optimiser)
+    # Committed to a device as a restored state is, so that both take one compiled step.
+    state = jax.device_put(init_state(unstack(params), run.optimiser), jax.devices()[0])
     options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+    _discard_unfinished(folder / "checkpoints")
     with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
-        latest = manager.latest_step()
-        if latest is not None:
-            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-            state = manager.restore(latest, args=ocp.args.StandardRestore(abstract))
-        save = lambda state: manager.save(int(state.step), args=ocp.args.StandardSave(state))
+        state = _restore(manager, state)
+        log = _Log(folder / "log.jsonl", int(state.step))
         saved = time.monotonic()
-        try:
-            for newest, line in _steps(state, run, batches, cfg, forbidden):
-                state = newest
-                if line is not None:
-                    with (folder / "log.jsonl").open("a") as log:
-                        log.write(json.dumps({"step": line.step, **line.metrics}) + "\n")
-                    report(line)
-                if time.monotonic() - saved > save_seconds:
-                    save(state)
+        remaining = _steps(state, run, batches, cfg, forbidden)
+        for state, line in remaining:
+            log.append(line.step, line.metrics)
+            due = line.step == line.steps or time.monotonic() - saved > save_seconds
+            try:
+                report(line)
+            except BaseException:  # an interrupt: keep what was reported
+                due = True
+                raise
+            finally:
+                if due:
+                    manager.save(line.step, args=ocp.args.StandardSave(state))
                     saved = time.monotonic()
-        finally:
-            # An interrupt inside a step leaves donated buffers: then the last checkpoint stays.
-            whole = not any(a.is_deleted() for a in jax.tree.leaves(state))
-            if whole and int(state.step) not in (0, manager.latest_step()):
-                save(state)
-            manager.wait_until_finished()
     final = _validate(state, run, batches, cfg, forbidden)
     report(Progress(run.optimiser.steps, run.optimiser.steps, final, 0.0, 0.0))
-    with (folder / "log.jsonl").open("a") as log:
-        log.write(json.dumps({"step": run.optimiser.steps, **final}) + "\n")
+    log.append(run.optimiser.steps, final)
     model = folder / "model"
     checkpoint.save(
         model,
@@ -217,10 +226,49 @@ def _run(
     return model
 
 
+def _discard_unfinished(folder: Path) -> None:
+    """Removes checkpoints that have no commit mark: a crash or a cut-off copy left them."""
+    for step in folder.glob("[0-9]*"):
+        if step.name.isdigit() and not (step / "commit_success.txt").exists():
+            shutil.rmtree(step)
+
+
+def _restore(manager: ocp.CheckpointManager, state: TrainState) -> TrainState:
+    """The newest checkpoint, or the given state if there is none."""
+    latest = manager.latest_step()
+    if latest is None:
+        return state
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    try:
+        return manager.restore(latest, args=ocp.args.StandardRestore(abstract))
+    except (ValueError, OSError) as error:
+        raise CloverError(
+            f"{manager.directory}/{latest} cannot be read: {error}; delete it to go on from the "
+            "checkpoint before it"
+        ) from None
+
+
+class _Log:
+    """A run's log without the lines that its steps from `step` on will write again."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self._path = path
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        path.write_text("".join(x for x in lines if _is_before(json.loads(x), step)))
+
+    def append(self, step: int, metrics: dict[str, float]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+
+def _is_before(line: dict[str, Any], step: int) -> bool:
+    return line["step"] <= step and "val_loss" not in line
+
+
 def _steps(
     state: TrainState, run: RunConfig, batches: TaskBatches, cfg: ModelConfig, forbidden: Any
-) -> Iterator[tuple[TrainState, Progress | None]]:
-    """All remaining steps; a progress line every 10, averaged over them."""
+) -> Iterator[tuple[TrainState, Progress]]:
+    """All remaining steps, ten at a time, with a line averaged over them."""
     every, total = 10, run.optimiser.steps
     pending: list[dict[str, Any]] = []
     tokens, began, first = 0, time.monotonic(), int(state.step)
@@ -237,7 +285,6 @@ def _steps(
         )
         pending.append(metrics)
         tokens += int(batch.n_valid.sum())
-        line = None
         if (step + 1) % every == 0 or step + 1 == total:
             # Read the device every `every` steps only, so that it never waits for the host.
             read = jax.device_get(pending)
@@ -246,7 +293,7 @@ def _steps(
             left = elapsed / (step + 1 - first) * (total - step - 1)
             line = Progress(step + 1, total, mean, tokens / elapsed, left)
             pending = []
-        yield state, line
+            yield state, line
 
 
 def _validate(

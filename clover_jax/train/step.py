@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -39,11 +40,22 @@ class OptimiserConfig:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.learning_rate <= 0 or not 0 <= self.decay_share <= 1:
-            raise CloverError(
-                f"steps {self.steps}, learning_rate {self.learning_rate}, decay_share "
-                f"{self.decay_share}: expected positive numbers and a share from 0 to 1"
-            )
+        ranges = {  # smallest allowed value, or None for any positive one; largest
+            "learning_rate": (None, math.inf),
+            "steps": (1, math.inf),
+            "warmup": (0, math.inf),
+            "decay_share": (0, 1),
+            "weight_decay": (0, math.inf),
+            "clip": (None, math.inf),
+        }
+        for name, (least, most) in ranges.items():
+            value = getattr(self, name)
+            if not (value > 0 if least is None else value >= least) or not value <= most:
+                raise CloverError(
+                    f"optimiser {name} is {value}: expected a number "
+                    f"{'above 0' if least is None else f'from {least}'}"
+                    f"{'' if most == math.inf else f' to {most}'}"
+                )
 
     def schedule(self) -> optax.Schedule:
         """Learning rate by step."""
@@ -101,7 +113,7 @@ def train_step(
     with jax.numpy_dtype_promotion("standard"):  # optax mixes its scalars' dtypes
         updates, inner = optimiser.make().update(grads, state.optimiser, state.params)  # pyright: ignore
         params: Any = optax.apply_updates(state.params, updates)  # pyright: ignore[reportArgumentType]
-        metrics["gradient_norm"] = optax.global_norm(grads)
+        metrics["gradient_norm"] = optax.tree.norm(grads)
     return TrainState(params, inner, state.step + 1), metrics
 
 
