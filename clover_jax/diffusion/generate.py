@@ -54,6 +54,10 @@ class Request:
             raise CloverError(f"max_tokens is {self.max_tokens}: expected at least 1")
         if not 0 <= self.seed < 2**32:
             raise CloverError(f"seed is {self.seed}: expected an integer in [0, 2^32)")
+        if not 0 <= self.sample_index < 2**32:
+            raise CloverError(
+                f"sample_index is {self.sample_index}: expected an integer in [0, 2^32)"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +230,8 @@ class Generator:
         Raises:
             CloverError: a prompt with ids outside the vocabulary, or more tokens than fit.
         """
+        if not requests:
+            raise CloverError("there is no request: give at least one")
         if mode == "block" and self.cfg.bd_gdn is None:
             raise CloverError(
                 "this is an autoregressive model (config bd_gdn is null): use mode ar, or convert "
@@ -237,6 +243,7 @@ class Generator:
             block=self.cfg.block_length if mode == "block" else 1,
             mode=mode,
             fuse_commit=self.fuse_commit and mode == "block",
+            by_row=self.env.rows == "mapped",
             margins=self.margins,
         )
         sampling = sampler_params([r.sampling for r in requests])
@@ -259,8 +266,9 @@ class Generator:
                 event = row.advance(r, text, ended=bool(finish[r] != sampler.RUNNING))
                 if event is not None:
                     yield event
-                if row.matched and finish[r] == sampler.RUNNING:
-                    finish[r], cut[r] = sampler.STOP, True
+                if row.matched:
+                    cut[r] = finish[r] == sampler.RUNNING
+                    finish[r] = sampler.STOP
                 if finish[r] != sampler.RUNNING:
                     row.done = True
                     seconds = (prefilled - began, time.perf_counter() - prefilled)
@@ -292,6 +300,16 @@ class Generator:
                     f"the context of {cfg.max_position_embeddings}: shorten one of them"
                 )
         reused = 0 if prefix is None else int(prefix.length[0])
+        if prefix is not None and (len(requests) != 1 or prefix.rows != 1):
+            raise CloverError(
+                f"{len(requests)} requests continue a cache of {prefix.rows} rows: a conversation "
+                "is one row"
+            )
+        if longest < reused:
+            raise CloverError(
+                f"the prompt has {longest} tokens, the cache it should continue {reused}: give the "
+                "whole prompt"
+            )
         need = longest + limit + cfg.block_length
         cache = prefix
         if cache is None:

@@ -109,6 +109,8 @@ class Loop:
         block: canvas length; 1 in `ar` mode.
         mode: `block` denoises canvases, `ar` takes one causal token at a time.
         fuse_commit: commit a block and preview the next one in one pass over the weights.
+        by_row: choose tokens row by row, so that not even a confidence's last bit depends on the
+            batch; off where rows are batched.
         margins: record how near each row came to another decision (`DecodeState.margin`).
     """
 
@@ -117,6 +119,7 @@ class Loop:
     block: int
     mode: Literal["block", "ar"] = "block"
     fuse_commit: bool = False
+    by_row: bool = True
     margins: bool = False
 
 
@@ -274,7 +277,10 @@ def decode_step(
     )
     raw = forbid(logits, rules.forbidden) if loop.structure.confidence == "raw" else None
     keys = position_keys(state.seed, state.sample_index, length, step, loop.block)
-    guess, confidence, logprob = choose_tokens(processed, keys, sampling, raw)
+    choice = (processed, keys, sampling, raw)
+    guess, confidence, logprob = (
+        _by_row(choose_tokens, choice) if loop.by_row else choose_tokens(*choice)
+    )
     open_positions = candidates(masked, stop, n_valid)
     reveal, error = reveal_mask(masked, confidence, open_positions, sampling.threshold)
     canvas = Canvas(
@@ -287,7 +293,7 @@ def decode_step(
     )
     margin = state.margin
     if loop.margins:
-        near = _margin(processed, guess, confidence, open_positions, sampling.threshold, stats)
+        near = _margin(processed, guess, confidence, open_positions, sampling, stats)
         margin = jnp.minimum(margin, jnp.where(running, near, jnp.inf))
 
     # Close.
@@ -314,6 +320,20 @@ def decode_step(
         counters=_count(state.counters, running, commits, stats, loop),
         margin=margin,
     )
+
+
+def _by_row(f: Any, args: Any) -> Any:
+    """`f` row by row: a softmax over the vocabulary has other last bits at other batch sizes."""
+    one = lambda r: jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, r, 1, 0), args)
+    shapes = jax.eval_shape(lambda: f(*one(0)))
+    rows = args[0].shape[0]
+    out = jax.tree.map(lambda s: jnp.zeros((rows, *s.shape[1:]), s.dtype), shapes)
+
+    def body(r: Array, out: Any) -> Any:
+        got = lax.optimization_barrier(f(*lax.optimization_barrier(one(r))))
+        return jax.tree.map(lambda a, b: lax.dynamic_update_slice_in_dim(a, b, r, 0), out, got)
+
+    return lax.fori_loop(0, lax.optimization_barrier(jnp.int32(rows)), body, out)
 
 
 def _blank_canvas(rows: int, block: int) -> Canvas:
@@ -413,15 +433,26 @@ def _margin(
     guess: Array,
     confidence: Array,
     candidate: Array,
-    threshold: Array,
+    sampling: SamplerParams,
     stats: StackStats | None,
 ) -> Float[Array, " rows"]:
-    """Smallest top-2 logit gap, |confidence - threshold|, router and coreset gap of each row."""
+    """How near each row was to another decision, 0 for a row that samples.
+
+    The smallest of: top-2 logit gap, |confidence - threshold|, gap between the two most confident
+    positions where one is forced, router and coreset gaps.
+    """
     ids = jnp.arange(processed.shape[-1], dtype=jnp.int32)
     rest = jnp.where(ids[None, None] == guess[..., None], -jnp.inf, processed).max(-1)
     best = jnp.take_along_axis(processed, guess[..., None], axis=-1)[..., 0]
-    near = jnp.minimum(best - rest, jnp.abs(confidence - threshold[:, None]))
+    above = confidence - sampling.threshold[:, None]
+    near = jnp.minimum(best - rest, jnp.abs(above))
     near = jnp.where(candidate, near, jnp.inf).min(-1)
+    # A step without a confident position reveals the best one; a draw can turn on any last bit.
+    ranked = -jnp.sort(jnp.where(candidate, -confidence, jnp.inf), axis=-1)
+    forced = ~(candidate & (above > 0)).any(-1)
+    if ranked.shape[-1] > 1:
+        near = jnp.where(forced, jnp.minimum(near, ranked[:, 0] - ranked[:, 1]), near)
+    near = jnp.where(sampling.temperature > 0, 0.0, near)
     if stats is not None:
         router = jnp.minimum(stats.router.margin, stats.router.coreset_margin)
         near = jnp.minimum(near, router.min(0))

@@ -110,12 +110,14 @@ def _one_block(
     q, k, v = split_heads(_block_conv(p, prefix.ring, inputs.qkv, switches), cfg)
     scaled_q = q * jnp.float32(cfg.delta.key_head_dim**-0.5)
     if switches.operator in ("causal", "two_direction"):
-        run = functools.partial(gated_delta, chunk=cfg.delta.chunk, impl=env.impl("gated_delta"))
+        run: Any = functools.partial(
+            gated_delta, chunk=cfg.delta.chunk, impl=env.impl("gated_delta")
+        )
         rows = (scaled_q, k, v, inputs.g, inputs.beta)
         o, _ = run(*rows, prefix.state)
         if switches.operator == "two_direction":
             # The second recurrence comes from the right end and starts empty.
-            mirrored: Any = jax.tree.map(lambda a: jnp.flip(a, axis=1), rows)
+            mirrored = jax.tree.map(lambda a: jnp.flip(a, axis=1), rows)
             back, _ = run(*mirrored, jnp.zeros_like(prefix.state))
             o = o + jnp.flip(back, axis=1)
         return o, jnp.zeros(o.shape[:-1], jnp.float32)

@@ -240,7 +240,8 @@ def _restore(manager: ocp.CheckpointManager, state: TrainState) -> TrainState:
         return state
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
     try:
-        return manager.restore(latest, args=ocp.args.StandardRestore(abstract))
+        restored: Any = manager.restore(latest, args=ocp.args.StandardRestore(abstract))
+        return restored
     except (ValueError, OSError) as error:
         raise CloverError(
             f"{manager.directory}/{latest} cannot be read: {error}; delete it to go on from the "

@@ -14,7 +14,6 @@ from jaxtyping import Array
 def grouped_matmul(x: Array, w: Array, tile_expert: Array, used: Array) -> Array:
     """See `api.grouped_matmul`."""
 
-
     def step(t: Array, out: Array) -> Array:
         y = jnp.matmul(_at(x, t), _at(w, _at(tile_expert, t)))
         return lax.dynamic_update_index_in_dim(out, y, t, 0)

@@ -334,7 +334,7 @@ def test_components_of_the_35b():
     """The table of the base's sizes; the published whole is 34,660,610,688."""
     cfg = qwen36_35b_a3b()
     specs = named_leaves(param_specs(cfg))
-    found = loading._components(specs, {path: [] for path in specs}, cfg)
+    found = loading.sum_components(specs, {path: [] for path in specs}, cfg)
     assert {c.name: c.parameters for c in found} == {
         "embedding": 508_559_360,
         "GDN mixers": 30 * 33_718_464,

@@ -110,6 +110,29 @@ def with_states(monkeypatch):
     return states
 
 
+def test_figures_of_a_completion(tokenizer):
+    for request, got in zip(REQUESTS, completions(tokenizer), strict=True):
+        n, stats = len(got.token_ids), got.stats
+        assert len(got.logprobs) == len(got.confidences) == len(got.revealed_at) == n
+        assert n <= request.max_tokens
+        assert (got.finish_reason == "length") == (got.token_ids[-1] not in tokenizer.stop_ids)
+        assert not set(got.token_ids[:-1]) & set(tokenizer.stop_ids)
+        assert max(got.token_ids) < tokenizer.vocab_size and tokenizer.mask_id not in got.token_ids
+        assert got.text == tokenizer.decode(got.token_ids, skip_special=True)
+        assert (stats.prompt_tokens, stats.reused_tokens, stats.tokens) == (
+            len(request.prompt),
+            0,
+            n,
+        )
+        assert stats.forwards - stats.previews == (n - 1) // BLOCK  # commits
+        assert stats.tpf_previews == n / stats.previews and stats.tpf == n / stats.forwards
+        union = stats.experts_per_layer_union
+        assert len(stats.experts_per_layer) == len(union) == CFG.num_layers
+        assert all(0 < own <= CFG.moe.num_experts for own in stats.experts_per_layer)
+        assert min(stats.tokens_per_s, stats.prefill_tokens_per_s) > 0
+        np.testing.assert_allclose(got.confidences, np.exp(got.logprobs), rtol=1e-5)
+
+
 @functools.cache
 def alone(tokenizer, row):
     return generator(tokenizer).complete([REQUESTS[row]])[0]
@@ -146,29 +169,6 @@ def test_drivers_give_the_same_completions(tokenizer, driver):
     # Batch figures are taken when a row's end is seen: the full driver sees all ends at once.
     got, want = max(pairs, key=lambda pair: pair[0].stats.previews)
     assert got.stats.experts_per_layer_union == want.stats.experts_per_layer_union
-
-
-def test_figures_of_a_completion(tokenizer):
-    for request, got in zip(REQUESTS, completions(tokenizer), strict=True):
-        n, stats = len(got.token_ids), got.stats
-        assert len(got.logprobs) == len(got.confidences) == len(got.revealed_at) == n
-        assert n <= request.max_tokens
-        assert (got.finish_reason == "length") == (got.token_ids[-1] not in tokenizer.stop_ids)
-        assert not set(got.token_ids[:-1]) & set(tokenizer.stop_ids)
-        assert max(got.token_ids) < tokenizer.vocab_size and tokenizer.mask_id not in got.token_ids
-        assert got.text == tokenizer.decode(got.token_ids, skip_special=True)
-        assert (stats.prompt_tokens, stats.reused_tokens, stats.tokens) == (
-            len(request.prompt),
-            0,
-            n,
-        )
-        assert stats.forwards - stats.previews == (n - 1) // BLOCK  # commits
-        assert stats.tpf_previews == n / stats.previews and stats.tpf == n / stats.forwards
-        union = stats.experts_per_layer_union
-        assert len(stats.experts_per_layer) == len(union) == CFG.num_layers
-        assert all(0 < own <= CFG.moe.num_experts for own in stats.experts_per_layer)
-        assert min(stats.tokens_per_s, stats.prefill_tokens_per_s) > 0
-        np.testing.assert_allclose(got.confidences, np.exp(got.logprobs), rtol=1e-5)
 
 
 def prefix(tokens, cache=None):
