@@ -118,7 +118,8 @@ class Conversation:
         self.flags = flags
         self._tokenizer = session.tokenizer
         self._context = min(flags.context, cfg.max_position_embeddings)
-        self._empty = Prefix([], empty_cache(cfg, 1, self._context))
+        # A block more, so that the last one is as long as in a conversation without a cache.
+        self._empty = Prefix([], empty_cache(cfg, 1, self._context + cfg.block_length))
         self._prefixes: list[Prefix] = []
         self.reset()
 

@@ -72,10 +72,10 @@ class Stats:
         forwards: previews and commits; a fused pass counts once.
         tpf_previews: tokens per preview, None in AR mode.
         tpf: tokens per forward, None if the answer needed none.
-        prefill_tokens_per_s: of the batch.
-        tokens_per_s: of the batch, prefill excluded.
+        prefill_tokens_per_s: of this row, in the time of the batch's prefill.
+        tokens_per_s: of this row, in the time until it was finished, prefill excluded.
         experts_per_layer: mean distinct experts of this row per preview.
-        experts_per_layer_union: the same of the whole batch.
+        experts_per_layer_union: the same of the whole batch, over its steps so far.
     """
 
     prompt_tokens: int
@@ -314,10 +314,11 @@ class Generator:
         cache = prefix
         if cache is None:
             cache = empty_cache(cfg, len(requests), _bucket(need, 512))
-        elif cache.capacity < longest + limit:
+        elif cache.capacity < (cells := min(need, cfg.max_position_embeddings)):
+            # One block more than the limit, or the last block would be shorter than a cold run's.
             raise CloverError(
-                f"the conversation needs {longest + limit} cells, its cache has {cache.capacity}: "
-                "start it with a larger cache"
+                f"the conversation needs {cells} cells, its cache has {cache.capacity}: start it "
+                "with a larger cache"
             )
         width = _bucket(max(len(r.prompt) - reused for r in requests), self.prefill_chunk)
         tokens = np.zeros((len(requests), width), np.int32)

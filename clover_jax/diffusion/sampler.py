@@ -464,8 +464,10 @@ def generate(
     params: Any, state: DecodeState, sampling: SamplerParams, rules: Rules, *, loop: Loop
 ) -> DecodeState:
     """Driver 1: every block and step of every row, without leaving the device."""
+    # A running row reveals a position in every step: the bound only stops what is broken.
+    most = state.text.tokens.shape[1] + loop.block
     return lax.while_loop(
-        lambda s: jnp.any(s.finish == RUNNING),
+        lambda s: jnp.any(s.finish == RUNNING) & (s.counters.steps < most),
         lambda s: decode_step(params, s, sampling, rules, loop),
         state,
     )
