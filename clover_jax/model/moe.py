@@ -56,7 +56,7 @@ class Routing(NamedTuple):
 class RouterStats(NamedTuple):
     """What one layer's routing did, per batch row. Sums run over valid positions only."""
 
-    touched: Bool[Array, "rows experts"]  # experts that ran for the row's blocks, or its tokens
+    touched: Bool[Array, "rows experts"]  # experts that ran for this row
     assigned: Float[Array, "rows experts"]  # sum of top-k membership
     prob: Float[Array, "rows experts"]  # sum of router softmax
     z: Float[Array, " rows"]  # sum of logsumexp(logits)²
@@ -152,11 +152,8 @@ def route(
         weight = jax.nn.softmax(jnp.take_along_axis(logits, expert, axis=-1), axis=-1)
     else:
         weight = jnp.take_along_axis(probs, expert, axis=-1)
-    ran = _members(expert, m.num_experts) & keep
-    if blocks is not None:  # a preview's experts, also where a commit shares the pass
-        ran = ran[:, -blocks[0] * blocks[1] :]
     stats = RouterStats(
-        touched=jnp.any(ran, axis=1),
+        touched=jnp.any(_members(expert, m.num_experts) & keep, axis=1),
         assigned=jnp.sum(chosen.astype(jnp.float32), axis=1),
         prob=jnp.sum(jnp.where(keep, probs, 0.0), axis=1),
         z=jnp.sum(jnp.where(valid, jax.nn.logsumexp(logits, axis=-1) ** 2, 0.0), axis=1),
