@@ -74,7 +74,8 @@ class Stats:
         tpf: tokens per forward, None if the answer needed none.
         prefill_tokens_per_s: of this row, in the time of the batch's prefill.
         tokens_per_s: of this row, in the time until it was finished, prefill excluded.
-        experts_per_layer: mean distinct experts of this row per preview, with those of a fused commit.
+        experts_per_layer: mean distinct experts of this row per preview; a fused pass adds its
+            commit's.
         experts_per_layer_union: the same of the whole batch, over its steps so far.
     """
 
