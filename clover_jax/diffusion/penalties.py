@@ -55,7 +55,7 @@ def process_logits(
     and once per occurrence.
 
     Args:
-        logits: the preview's logits, aligned with the positions (`reveal.align_logits`).
+        logits: the preview's logits, aligned with the positions (`transformer.align_logits`).
         counts: `response_counts`.
         bias: `ramps.ramp_bias`.
         params: one set per row.

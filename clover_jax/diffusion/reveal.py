@@ -4,33 +4,11 @@ Low confidence: reveal every candidate whose confidence exceeds the threshold, a
 exactly the most confident one, so that a block of n positions ends within n steps.
 """
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, Key
 
 from clover_jax.diffusion.sampling_config import SamplerParams
-
-
-def align_logits(
-    x: Float[Array, "*rows block d"],
-    previous: Float[Array, "*rows d"],
-    position: Literal["same", "shifted"],
-) -> Float[Array, "*rows block d"]:
-    """Logits (or hidden states) of a block, moved to the position that they speak of.
-
-    The one place that knows the reading; sampler and loss both come through here.
-
-    Args:
-        x: row i is what the model gave at position i.
-        previous: the same of the last committed token, from its causal pass.
-        position: `same`: row i speaks of position i. `shifted`: row i speaks of position i + 1,
-            so `previous` speaks of position 0 and the last row of no position of this block.
-    """
-    if position == "same":
-        return x
-    return jnp.concatenate([previous[..., None, :], x[..., :-1, :]], axis=-2)
 
 
 def position_keys(

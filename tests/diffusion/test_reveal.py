@@ -16,9 +16,10 @@ from clover_jax.diffusion.ramps import (
     ramp_bias,
     start_response,
 )
-from clover_jax.diffusion.reveal import align_logits, choose_tokens, position_keys, reveal_mask
+from clover_jax.diffusion.reveal import choose_tokens, position_keys, reveal_mask
 from clover_jax.diffusion.sampling_config import RampConfig, SamplerConfig, sampler_params
 from clover_jax.diffusion.stop import block_finished, candidates, counting, first_stop
+from clover_jax.model.transformer import align_logits
 from tests.helpers.scripted import Ids, generate_numpy, gumbel_noise, script
 
 ROWS, BLOCK, VOCAB = 8, 8, 12  # one shape, compiled once
