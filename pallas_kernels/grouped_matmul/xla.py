@@ -1,6 +1,8 @@
-"""A loop over the used tiles, with a backward pass that adds into one weight gradient in place.
+"""Two forms: a loop over the used tiles, and one batched matmul over all of them.
 
-Differentiating a scan over `w[e]` would add a full-size weight cotangent per tile instead.
+The loop reads the weights of touched experts only, which is what a forward pass of few rows is
+bound by. A differentiated call has many rows in every tile: there the gathered weights are small
+beside the rows, and the batched form is twice as fast forward and backward (benchmark in README).
 """
 
 import jax
@@ -22,27 +24,22 @@ def grouped_matmul(x: Array, w: Array, tile_expert: Array, used: Array) -> Array
 
 
 def _at(a: Array, i: Array) -> Array:
-    # A plain slice: indexing with `a[i]` and `.at[i]` are a gather and a scatter to XLA, which
-    # copy the whole array in a loop.
+    # A plain slice: indexing with `a[i]` is a gather to XLA, which copies the array in a loop.
     return lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
 
 
+def _batched(x: Array, w: Array, tile_expert: Array, used: Array) -> Array:
+    live = (jnp.arange(x.shape[0]) < used)[:, None, None]
+    return jnp.where(live, jnp.einsum("trd,tdf->trf", x, w[tile_expert]), jnp.zeros((), x.dtype))
+
+
 def _forward(x: Array, w: Array, tile_expert: Array, used: Array) -> tuple[Array, tuple]:
-    return grouped_matmul(x, w, tile_expert, used), (x, w, tile_expert, used)
+    return _batched(x, w, tile_expert, used), (x, w, tile_expert, used)
 
 
 def _backward(saved: tuple, dy: Array) -> tuple:
     x, w, tile_expert, used = saved
-
-    def step(t: Array, grads: tuple[Array, Array]) -> tuple[Array, Array]:
-        dx, dw = grads
-        e, dy_t = _at(tile_expert, t), _at(dy, t)
-        dx_t = jnp.einsum("rf,df->rd", dy_t, _at(w, e))
-        dw_e = _at(dw, e) + jnp.einsum("rd,rf->df", _at(x, t), dy_t)
-        dx = lax.dynamic_update_index_in_dim(dx, dx_t, t, 0)
-        return dx, lax.dynamic_update_index_in_dim(dw, dw_e, e, 0)
-
-    dx, dw = lax.fori_loop(0, used, step, (jnp.zeros_like(x), jnp.zeros_like(w)))
+    dx, dw = jax.vjp(lambda x, w: _batched(x, w, tile_expert, used), x, w)[1](dy)
     none = lambda a: np.zeros(a.shape, jax.dtypes.float0)
     return dx, dw, none(tile_expert), none(used)
 
