@@ -36,6 +36,7 @@ def keep_compiled_programs() -> None:
     if not any(isinstance(handler, _Announcement) for handler in logger.handlers):
         logger.addHandler(_Announcement())
         logger.setLevel(logging.DEBUG)
+        logger.propagate = False  # a library that sets up the root logger would print every line
 
 
 def _writable_folder() -> Path | None:
@@ -61,3 +62,5 @@ class _Announcement(logging.Handler):
         if "CACHE MISS" in str(record.msg) and arguments and arguments[0] in _NAMES:
             name = _NAMES[str(arguments[0])]
             print(f"compiling {name} for this model, cached for the next start", file=sys.stderr)
+        if record.levelno >= logging.WARNING:
+            logging.getLogger("jax").handle(record)

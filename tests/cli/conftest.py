@@ -86,7 +86,7 @@ def clover(
         )
     }
     logger = logging.getLogger("jax._src.compiler")
-    level, handlers = logger.level, [*logger.handlers]
+    level, handlers, propagate = logger.level, [*logger.handlers], logger.propagate
     compilation_cache.reset_cache()
     yield run
     for name, value in settings.items():
@@ -94,3 +94,4 @@ def clover(
     compilation_cache.reset_cache()
     logger.handlers[:] = handlers
     logger.setLevel(level)
+    logger.propagate = propagate

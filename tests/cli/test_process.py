@@ -1,6 +1,7 @@
 """What only a process of its own shows: imports, closed pipes, the cache folder, Ctrl-C."""
 
 import importlib.metadata
+import logging
 import os
 import subprocess
 import sys
@@ -86,6 +87,16 @@ class TestCacheFolder:
         keep_compiled_programs()
         assert jax.config.jax_compilation_cache_dir is None
         assert "every start compiles" in capsys.readouterr().err
+
+    def test_compiler_log_stays_quiet(self, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+        """Its debug lines are read, not shown, by whatever root logger a library sets up."""
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        keep_compiled_programs()
+        log = logging.getLogger("jax._src.compiler")
+        log.debug("PERSISTENT COMPILATION CACHE MISS for %r with key %r", "jit_other", "k")
+        assert caplog.records == []
+        log.warning("a real warning")
+        assert [record.getMessage() for record in caplog.records] == ["a real warning"]
 
     def test_chosen_folder_stays(self, tmp_path: Path):
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
