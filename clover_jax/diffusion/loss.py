@@ -43,7 +43,7 @@ class LossConfig:
     ar: float = 1.0
     diffusion: float = 0.3
     diffusion_weighting: Literal["unit", "inverse_t"] = "unit"
-    balance: float = 0.001
+    balance: float = 0.01
     router_z: float = 0.0001
     chunk: int = 4096
 

@@ -279,10 +279,11 @@ def _steps(
             state,
             as_arrays(batch),
             forbidden,
+            jnp.float32(run.optimiser.rate(step)),
             cfg=cfg,
             env=ENV,
             loss=run.loss,
-            optimiser=run.optimiser,
+            optimiser=run.optimiser.rule,
         )
         pending.append(metrics)
         tokens += int(batch.n_valid.sum())

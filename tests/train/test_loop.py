@@ -225,10 +225,11 @@ def test_the_loss_falls_on_a_repeated_batch(base):
             state,
             batch,
             jnp.asarray(forbidden),
+            jnp.float32(RUN.optimiser.rate(int(state.step))),
             cfg=base_config(),
             env=ENV,
             loss=RUN.loss,
-            optimiser=RUN.optimiser,
+            optimiser=RUN.optimiser.rule,
         )
         losses.append(float(metrics["ar_loss"]))
         assert float(metrics["gradient_norm"]) > 0
