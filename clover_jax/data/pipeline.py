@@ -16,7 +16,7 @@ from clover_jax.data.tokenizer import Tokenizer
 from clover_jax.diffusion.corrupt import Batch, Example, make_batch
 from clover_jax.errors import CloverError
 
-WINDOW = 8  # batches sorted together
+WINDOW = 16  # batches sorted together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,7 @@ class DataConfig:
         buckets: (tokens, response blocks) of a row, ascending; larger samples are left out.
         seed: of items and noise.
         pad_weight: loss weight of the pads after a stop.
+        complementary: every block twice, with complementary noise.
     """
 
     mix: tasks.Mix = tasks.MIX
@@ -36,6 +37,7 @@ class DataConfig:
     buckets: tuple[tuple[int, int], ...] = ((48, 1), (80, 2), (144, 4))
     seed: int = 0
     pad_weight: float = 0.05
+    complementary: bool = True
 
     def __post_init__(self) -> None:
         widths, blocks = zip(*self.buckets, strict=True) if self.buckets else ((), ())
@@ -115,6 +117,7 @@ class TaskBatches:
             seed=self.config.seed,
             epoch=0,
             pad_weight=self.config.pad_weight,
+            complementary=self.config.complementary,
         )
 
 

@@ -79,19 +79,22 @@ def make_batch(
     seed: int,
     epoch: int,
     pad_weight: float,
+    complementary: bool = False,
 ) -> Batch:
     """Lay out samples of at most `time` tokens and at most `blocks` response blocks.
 
     Args:
         examples: one per row.
         time: width of the clean stream.
-        blocks: blocks per row.
+        blocks: blocks per row, of one view.
         block: block length.
         pad_id: fills the last block and the rows' tails.
         seed: of the noise.
         epoch: of the noise.
         pad_weight: loss weight of the pads after the stop (the stop itself has 1); small, since
             full-weight padding teaches a model to end early.
+        complementary: every block twice, the second time with the other positions masked, so that
+            one clean pass serves a prediction of every token (LLaDA 2.0's complementary masks).
     """
     rows = len(examples)
     tokens = np.full((rows, time), pad_id, np.int32)
@@ -115,5 +118,12 @@ def make_batch(
         flat_weight = np.full(used * block, pad_weight, np.float32)
         flat_weight[:response] = 1.0
         weight[r, :used] = flat_weight.reshape(used, block)
+    if complementary:
+        twice = lambda a: np.concatenate([a, a], axis=1)
+        index, block_tokens, weight = twice(index), twice(block_tokens), twice(weight)
+        others = ~masked & (n_valid > 0)[..., None]
+        masked = np.concatenate([masked, others], axis=1)
+        # A block whose other positions are none has no second view.
+        n_valid = np.concatenate([n_valid, np.where(others.any(-1), n_valid, 0)], axis=1)
     lengths = np.asarray([e.length for e in examples], np.int32)
     return Batch(tokens, lengths, target_weight, index, block_tokens, masked, n_valid, weight)

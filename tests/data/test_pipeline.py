@@ -10,7 +10,9 @@ from clover_jax.errors import CloverError
 
 BLOCK = 16
 MIX = tasks.Mix((("chain_sum", 1.0), ("gcd", 1.0)), thinking_share=0.5)
-CONFIG = DataConfig(mix=MIX, rows=4, buckets=((40, 1), (64, 2), (120, 6)), seed=3)
+CONFIG = DataConfig(
+    mix=MIX, rows=4, buckets=((40, 1), (64, 2), (120, 6)), seed=3, complementary=False
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +65,14 @@ def test_a_batch_depends_on_its_step_only(tokenizer):
 
 
 def test_the_seed_changes_samples_and_noise(tokenizer):
-    other = DataConfig(mix=MIX, rows=4, buckets=CONFIG.buckets, seed=4)
+    other = DataConfig(mix=MIX, rows=4, buckets=CONFIG.buckets, seed=4, complementary=False)
     a, b = (contents(batches(tokenizer, config).batch(0)) for config in (CONFIG, other))
     assert not set(a) & set(b)
 
 
 @pytest.mark.parametrize("window", (0, 1))
 def test_a_window_uses_each_of_its_samples_once(tokenizer, window):
-    """Batches 0..7 hold samples 0..31, the next eight the next 32, each with its own noise."""
+    """Batches 0..15 hold samples 0..63, the next 16 the next 64, each with its own noise."""
     reader = batches(tokenizer)
     first, size = window * WINDOW * CONFIG.rows, WINDOW * CONFIG.rows
     examples = [reader.example(i) for i in range(first, first + size)]
@@ -112,7 +114,7 @@ def test_sorting_keeps_padding_small(tokenizer):
 
 def test_noise_is_the_samples_own(tokenizer):
     """The same sample in another batch size has the same masks."""
-    other = DataConfig(mix=MIX, rows=8, buckets=CONFIG.buckets, seed=3)
+    other = DataConfig(mix=MIX, rows=8, buckets=CONFIG.buckets, seed=3, complementary=False)
     masks = {}
     for config in (CONFIG, other):
         reader = batches(tokenizer, config)

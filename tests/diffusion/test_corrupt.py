@@ -190,3 +190,25 @@ def test_an_empty_row_weighs_nothing():
     got = batch([Example(0, (), ()), EXAMPLES[0]])
     for name in ("n_valid", "target_weight", "block_n_valid", "block_masked", "block_weight"):
         assert not getattr(got, name)[0].any(), name
+
+
+def test_complementary_views():
+    """Each block a second time with the other positions masked: together every one exactly once."""
+    args = {"time": 16, "blocks": 3, "block": 4, "pad_id": PAD, "seed": 0, "epoch": 0}
+    one = make_batch(EXAMPLES, **args, pad_weight=0.05)
+    two = make_batch(EXAMPLES, **args, pad_weight=0.05, complementary=True)
+    for name in ("tokens", "n_valid", "target_weight"):
+        np.testing.assert_array_equal(getattr(two, name), getattr(one, name), err_msg=name)
+    for name in ("block_index", "block_tokens", "block_weight"):
+        for half in (slice(None, 3), slice(3, None)):
+            np.testing.assert_array_equal(getattr(two, name)[:, half], getattr(one, name))
+    np.testing.assert_array_equal(two.block_masked[:, :3], one.block_masked)
+    np.testing.assert_array_equal(two.block_n_valid[:, :3], one.block_n_valid)
+    exists = one.block_n_valid > 0
+    second = two.block_masked[:, 3:]
+    np.testing.assert_array_equal(second[exists], ~one.block_masked[exists])
+    assert not second[~exists].any()
+    # A block that was all masks has nothing left for its second view, which is then no block.
+    left = (exists & ~one.block_masked.all(-1)) * 4
+    np.testing.assert_array_equal(two.block_n_valid[:, 3:], left)
+    assert (left == 0)[exists].any() and left.any()
