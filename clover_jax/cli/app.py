@@ -60,6 +60,14 @@ def _run(argv: list[str]) -> int:
             from clover_jax.cli.evaluate import evaluate
 
             return evaluate(command)
+        case commands.Bench():
+            from clover_jax.cli.bench import bench
+
+            return bench(command)
+        case commands.Card():
+            from clover_jax.cli.card import card
+
+            return card(command)
         case commands.Info():
             from clover_jax.cli.info import info
 

@@ -138,6 +138,55 @@ class Eval(ModelFlags):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench(ModelFlags):
+    """Wall time of block decoding against AR decoding of the same weights, in one run.
+
+    Answers held-out problems of the built-in tasks in both modes, with and without fused commits
+    and coreset; medians over rounds. Without a tokenizer the prompts are random ids.
+
+    Attributes:
+        batch: Batch sizes to measure (1 and 8 by default).
+        rounds: Rounds after the warm-up.
+    """
+
+    batch: Annotated[UseAppendAction[tuple[int, ...]], arg(metavar="ROWS")] = ()
+    rounds: int = 7
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Card:
+    """Measure the figures of a model card: accuracy, tokens per forward, calibration, expert use.
+
+    Block decoding is compared with AR decoding of the same weights on the same held-out problems,
+    and, where they are given, with the AR parent and with an AR control trained as long. What is
+    in the folder already is not measured again.
+
+    Attributes:
+        out: Folder of the figures; the tables go to `card.md` in it, and to standard output.
+        checkpoint: The converted model.
+        parent: The AR model it was converted from.
+        control: That parent, trained further without blocks.
+        n: Problems per task.
+        frontier_n: Problems per task at each threshold of the frontier.
+        replay_n: Reference answers per task for calibration and oracle.
+        split: Held-out part.
+        batch: Problems answered together.
+        run: Training run to draw the losses of, as NAME=DIR.
+    """
+
+    out: Annotated[Path, arg(metavar="DIR")]
+    checkpoint: Checkpoint = None
+    parent: Annotated[Path | None, _none("DIR")] = None
+    control: Annotated[Path | None, _none("DIR")] = None
+    n: int = 300
+    frontier_n: int = 100
+    replay_n: int = 100
+    split: Literal["val", "test"] = "test"
+    batch: int = 32
+    run: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=DIR")] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Info:
     """Show a model's config, sizes, and what of a folder would not load.
 
@@ -240,6 +289,8 @@ COMMANDS: Any = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Chat, subcommand("chat")]
     | Annotated[Eval, subcommand("eval")]
+    | Annotated[Bench, subcommand("bench")]
+    | Annotated[Card, subcommand("card")]
     | Annotated[Info, subcommand("info")]
     | Annotated[_CheckpointCommands, subcommand("checkpoint", description="Rewrite folders.")]
     | Annotated[_TrainCommands, subcommand("train", description="Train models.")]

@@ -22,6 +22,7 @@ from clover_jax.data.task_families import CHAT_REPLIES, DRAW, SUDOKU_GRIDS, Item
 from clover_jax.errors import CloverError
 
 TASKS = tuple(DRAW)
+SCRATCHPAD_TASKS = TASKS[:6]  # the others have no honest forward trace to think with
 SPLITS = ("train", "val", "test")
 
 # Problems that documentation shows: test, whatever their hash says.
@@ -314,11 +315,11 @@ def _require_task(task: str) -> None:
 
 MIX = Mix(
     (
-        *((task, 12.0) for task in TASKS[:6]),
-        ("number_sorting", 10.0),
-        ("mini_sudoku", 8.0),
-        ("text", 5.0),
-        ("python_function", 5.0),
+        *((task, 14.0) for task in SCRATCHPAD_TASKS),
+        ("number_sorting", 6.0),
+        ("mini_sudoku", 4.0),
+        ("text", 3.0),
+        ("python_function", 3.0),
     )
 )
 

@@ -3,6 +3,7 @@
 `Generator` is the one host-side object that serving, evaluation and the command line share.
 """
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -189,6 +190,15 @@ class Generator:
         self._prefill = jax.jit(
             prefill, static_argnames=("chunk", "cfg", "env"), donate_argnames=("cache",)
         )
+
+    def variant(
+        self, *, cfg: ModelConfig | None = None, fuse_commit: bool | None = None
+    ) -> "Generator":
+        """The same weights under another config (block length, coreset) or loop."""
+        own = copy.copy(self)
+        own.cfg = self.cfg if cfg is None else cfg
+        own.fuse_commit = self.fuse_commit if fuse_commit is None else fuse_commit
+        return own
 
     def complete(
         self,

@@ -224,7 +224,7 @@ def start(
         cache=cache,
         response=start_response(thinking_open),
         counts=jnp.zeros((rows, vocab_size), jnp.int32),
-        canvas=_blank_canvas(rows, block),
+        canvas=blank_canvas(rows, block),
         step=zeros(),
         pending=jnp.zeros((rows,), bool),
         finish=jnp.where((max_tokens > 0) & (cache.length < context), RUNNING, LENGTH),
@@ -336,7 +336,8 @@ def _by_row(f: Any, args: Any) -> Any:
     return lax.fori_loop(0, lax.optimization_barrier(jnp.int32(rows)), body, out)
 
 
-def _blank_canvas(rows: int, block: int) -> Canvas:
+def blank_canvas(rows: int, block: int) -> Canvas:
+    """Blocks that are all masks."""
     fill = lambda value, dtype: jnp.full((rows, block), value, dtype)
     return Canvas(
         tokens=fill(0, jnp.int32),
@@ -353,7 +354,7 @@ def _open_blocks(
 ) -> tuple[Canvas, ResponseState, Array, Array]:
     """A blank canvas, and the committed tokens accounted for, in rows that go on to a new block."""
     rows, block = state.canvas.tokens.shape
-    blank = _blank_canvas(rows, block)
+    blank = blank_canvas(rows, block)
     fresh = lambda old, new: jnp.where(committing[:, None], new, old)
     tokens = state.canvas.tokens
     added = jnp.broadcast_to(committing[:, None], tokens.shape)

@@ -3,12 +3,15 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 from clover_jax.data import tasks
 from clover_jax.data.chat import tokenize_prompt
 from clover_jax.diffusion.generate import Completion, Generator, Request
 from clover_jax.diffusion.sampling_config import SamplerConfig
 from clover_jax.errors import CloverError
+
+Z95 = 1.959963984540054  # of the normal distribution, two-sided
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,26 +43,31 @@ class Result:
     tpf: float
 
 
-def evaluate(
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One problem, what came back, and its score."""
+
+    item: tasks.Item
+    completion: Completion
+    score: tasks.Score
+
+
+def answer(
     generator: Generator,
-    task: str,
+    items: Sequence[tasks.Item],
     *,
-    n: int,
-    split: str,
     thinking: bool,
-    mode: str,
+    mode: Literal["block", "ar"],
     sampling: SamplerConfig,
     max_tokens: int,
     batch: int,
     progress: Callable[[int], None] = lambda _: None,
-) -> Result:
-    """Answer the first `n` held-out problems of a family and score them.
+) -> list[Answer]:
+    """Answer problems in batches and score them.
 
     Args:
         generator: the model.
-        task: family, one of `tasks.TASKS`.
-        n: problems; fewer if the family has fewer.
-        split: `val` or `test`.
+        items: problems.
         thinking: leave the think block open.
         mode: `block` or `ar`.
         sampling: threshold and the like.
@@ -68,42 +76,101 @@ def evaluate(
         progress: called with the number of answers so far.
 
     Raises:
-        CloverError: no tokenizer, unknown task or split, bad numbers.
+        CloverError: no tokenizer, or a batch below 1.
     """
-    if mode not in ("block", "ar"):
-        raise CloverError(f"mode is {mode!r}: expected block or ar")
-    if n < 1 or batch < 1:
-        raise CloverError(f"n is {n} and batch {batch}: expected at least 1")
-    items = tasks.eval_set(task, split, n)
-    pairs: list[tuple[tasks.Item, Completion]] = []
+    if batch < 1:
+        raise CloverError(f"batch is {batch}: expected at least 1")
+    found: list[Answer] = []
     for part in _parts(items, batch):
         requests = [_request(generator, item, thinking, sampling, max_tokens) for item in part]
         # A short last part is filled up, so that one compiled program serves all of them.
         padded = [*requests, *[requests[-1]] * (batch - len(requests))]
-        pairs += zip(part, generator.complete(padded, mode=mode), strict=False)
-        progress(len(pairs))
-    scores = [tasks.score(item, c.text or "", thinking=thinking) for item, c in pairs]
-    right = sum(s.correct for s in scores)
-    stats = [c.stats for _, c in pairs]
+        for item, completion in zip(part, generator.complete(padded, mode=mode), strict=False):
+            verdict = tasks.score(item, completion.text or "", thinking=thinking)
+            found.append(Answer(item, completion, verdict))
+        progress(len(found))
+    return found
+
+
+def evaluate(
+    generator: Generator,
+    task: str,
+    *,
+    n: int,
+    split: str,
+    thinking: bool,
+    mode: Literal["block", "ar"],
+    sampling: SamplerConfig,
+    max_tokens: int,
+    batch: int,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Result:
+    """Answer the first `n` held-out problems of a family; see `answer` for the arguments.
+
+    Raises:
+        CloverError: no tokenizer, unknown task or split, bad numbers.
+    """
+    if n < 1:
+        raise CloverError(f"n is {n}: expected at least 1")
+    answers = answer(
+        generator, tasks.eval_set(task, split, n), thinking=thinking, mode=mode, sampling=sampling,
+        max_tokens=max_tokens, batch=batch, progress=progress,
+    )  # fmt: skip
+    right, count = sum(a.score.correct for a in answers), len(answers)
+    stats = [a.completion.stats for a in answers]
     tokens, previews = sum(s.tokens for s in stats), sum(s.previews for s in stats)
-    low, high = wilson(right, len(pairs))
+    low, high = wilson(right, count)
     return Result(
         task=task,
         mode=mode,
-        n=len(pairs),
-        accuracy=right / len(pairs),
+        n=count,
+        accuracy=right / count,
         low=low,
         high=high,
-        format_valid=sum(s.format_valid for s in scores) / len(pairs),
-        tokens=tokens / len(pairs),
+        format_valid=sum(a.score.format_valid for a in answers) / count,
+        tokens=tokens / count,
         tpf_previews=tokens / previews if previews else None,
         tpf=tokens / max(sum(s.forwards for s in stats), 1),
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class PairedDifference:
+    """Difference of two shares on the same problems, with a 95 % interval."""
+
+    difference: float
+    low: float
+    high: float
+
+
+def paired_difference(
+    pairs: Sequence[tuple[Sequence[bool], Sequence[bool]]],
+) -> PairedDifference:
+    """Mean over strata of share(first) - share(second), problems paired (Bonett and Price 2012).
+
+    Their adjustment adds one discordant pair of each kind and stays honest near 0 and 1. Strata
+    (tasks) count alike; their variances add.
+
+    Args:
+        pairs: per stratum, whether each problem was solved in the first and in the second arm.
+    """
+    centre, variance, plain = 0.0, 0.0, 0.0
+    for first, second in pairs:
+        n = len(first)
+        only_first = sum(a and not b for a, b in zip(first, second, strict=True))
+        only_second = sum(b and not a for a, b in zip(first, second, strict=True))
+        p, q = (only_first + 1) / (n + 2), (only_second + 1) / (n + 2)
+        plain += (only_first - only_second) / n
+        centre += p - q
+        variance += (p + q - (p - q) ** 2) / (n + 2)
+    k = len(pairs)
+    half = Z95 * math.sqrt(variance) / k
+    return PairedDifference(plain / k, max(-1.0, centre / k - half), min(1.0, centre / k + half))
+
+
 def wilson(right: int, n: int) -> tuple[float, float]:
     """The 95 % Wilson score interval of a share (Wilson 1927)."""
-    z = 1.959963984540054
+    z = Z95
     p, zz = right / n, z * z / n
     centre = (p + zz / 2) / (1 + zz)
     half = z / (1 + zz) * math.sqrt(p * (1 - p) / n + zz / (4 * n))

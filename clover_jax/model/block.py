@@ -7,6 +7,7 @@ and then the blocks see what the clean rows of the same pass leave behind.
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
@@ -114,6 +115,7 @@ def full_layer_specs(cfg: ModelConfig) -> FullLayer:
     return FullLayer(norm, attention_specs(cfg), norm, moe_specs(cfg))
 
 
+@jax.named_scope("linear_layer")
 def linear_layer(
     p: LinearLayer,
     streams: Streams,
@@ -161,6 +163,7 @@ def linear_layer(
     return streams, cache, LayerStats(router, share), LayerTaps(causal_taps, block_taps)
 
 
+@jax.named_scope("full_layer")
 def full_layer(
     p: FullLayer,
     streams: Streams,
@@ -214,6 +217,7 @@ def full_layer(
     return streams, cache, LayerStats(router, None)
 
 
+@jax.named_scope("mlp")
 def _mlp(
     p: LinearLayer | FullLayer,
     streams: Streams,

@@ -1,0 +1,331 @@
+"""What decoding costs: wall time of real answers and of single passes, interleaved in one run.
+
+Everything is measured in rounds that visit each variant once, so that a slow moment of the machine
+hits all of them; figures are medians over rounds. Nothing is compiled after the first round, which
+is a warm-up that counts nowhere.
+"""
+
+import dataclasses
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from clover_jax.cache import DecodeCache, empty_cache
+from clover_jax.diffusion.generate import Completion, DoneEvent, Generator, Request, TextEvent
+from clover_jax.diffusion.sampler import Canvas, ModelPasses, blank_canvas
+from clover_jax.errors import CloverError
+from clover_jax.model.transformer import prefill
+
+PREFILL_TOKENS = 512
+PASS_REPEATS = 5  # of a single pass per round: one is too short for the clock
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to decode.
+
+    Attributes:
+        name: shown in the table.
+        mode: `ar` or `block`.
+        fuse_commit: a block's commit rides in the next block's first preview.
+        coreset: an expert subset per block, if the model has one.
+    """
+
+    name: str
+    mode: Literal["ar", "block"]
+    fuse_commit: bool = False
+    coreset: bool = True
+
+
+VARIANTS = (
+    Variant("ar", "ar"),
+    Variant("block", "block"),
+    Variant("block, fused commit", "block", fuse_commit=True),
+    Variant("block, no coreset", "block", coreset=False),
+    Variant("block, fused commit, no coreset", "block", fuse_commit=True, coreset=False),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """One variant at one batch size; times are medians over rounds.
+
+    Attributes:
+        variant: its name.
+        batch: rows.
+        tokens: of all rows' answers together.
+        first_ms: until the first text of a row: the first block, or the first token in AR mode.
+        tokens_per_s: of all rows together, prefill excluded.
+        forward_ms: decoding time over the forwards that ran one after the other.
+        tpf: tokens of all rows over their forwards.
+        tpf_previews: the same over their previews; None in AR mode.
+        break_even: the TPF at which the variant is as fast as AR: its forward over AR's.
+        speedup: tokens per second over AR's.
+        realised: speedup over tpf, the share of the TPF that wall time shows.
+    """
+
+    variant: str
+    batch: int
+    tokens: int
+    first_ms: float
+    tokens_per_s: float
+    forward_ms: float
+    tpf: float
+    tpf_previews: float | None
+    break_even: float
+    speedup: float
+    realised: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All figures of one run.
+
+    Attributes:
+        decoding: by variant and batch size.
+        pass_ms: batch size -> name of a pass -> median milliseconds.
+        prefill_tokens_per_s: batch size -> tokens per second of a prefill of `PREFILL_TOKENS`.
+        compilations: programs compiled after the warm-up; 0 unless something is wrong.
+        peak_memory: bytes, largest so far.
+        peak_memory_of: `device` where the backend counts it, else `process` (compiler included).
+        rounds: that count.
+    """
+
+    decoding: tuple[Decoding, ...]
+    pass_ms: dict[int, dict[str, float]]
+    prefill_tokens_per_s: dict[int, float]
+    compilations: int
+    peak_memory: int
+    peak_memory_of: str
+    rounds: int
+
+
+@dataclasses.dataclass
+class _Samples:
+    """What the rounds saw of one variant at one batch size."""
+
+    first: list[float] = dataclasses.field(default_factory=list)
+    decode: list[float] = dataclasses.field(default_factory=list)
+    done: list[Completion] = dataclasses.field(default_factory=list)
+
+
+def bench(
+    generator: Generator,
+    requests: Sequence[Request],
+    *,
+    batches: Sequence[int],
+    rounds: int,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Measure AR and block decoding of the same requests.
+
+    Args:
+        generator: the model.
+        requests: what a batch is filled from, over and over.
+        batches: batch sizes.
+        rounds: that count; one more runs before them.
+        progress: called with a line about what runs.
+
+    Raises:
+        CloverError: a model without blocks, no request, or numbers below 1.
+    """
+    if generator.cfg.bd_gdn is None:
+        raise CloverError(
+            "this is an autoregressive model (config bd_gdn is null): there is nothing to compare"
+        )
+    if not requests or rounds < 1 or not batches or min(batches) < 1:
+        raise CloverError(
+            f"{len(requests)} requests, rounds {rounds}, batch sizes {list(batches)}: expected at "
+            "least one request and numbers of at least 1"
+        )
+    variants = [v for v in VARIANTS if v.coreset or generator.cfg.moe.coreset is not None]
+    runners = {v: _variant(generator, v) for v in variants}
+    samples = {(v, b): _Samples() for b in batches for v in variants}
+    passes: dict[int, dict[str, list[float]]] = {b: {} for b in batches}
+    filled = {b: [requests[i % len(requests)] for i in range(b)] for b in batches}
+    compiled = 0
+    for r in range(rounds + 1):
+        with _count_compilations() as count:
+            for b in batches:
+                for v in variants:
+                    progress(f"round {r}/{rounds}: batch {b}, {v.name}")
+                    _decode(runners[v], v, filled[b], samples[v, b])
+                progress(f"round {r}/{rounds}: batch {b}, single passes")
+                for name, ms in _time_passes(generator, filled[b]).items():
+                    passes[b].setdefault(name, []).append(ms)
+        compiled += count() if r else 0
+    for seen in samples.values():
+        del seen.first[0], seen.decode[0]
+    median = lambda values: statistics.median(values[1:])
+    prefill_ms = {b: median(passes[b].pop("prefill")) for b in batches}
+    memory, kind = _peak_memory()
+    return Report(
+        decoding=tuple(
+            _summary(v, b, samples[v, b], samples[variants[0], b])
+            for b in batches
+            for v in variants
+        ),
+        pass_ms={b: {name: median(ms) for name, ms in passes[b].items()} for b in batches},
+        prefill_tokens_per_s={b: 1e3 * b * PREFILL_TOKENS / ms for b, ms in prefill_ms.items()},
+        compilations=compiled,
+        peak_memory=memory,
+        peak_memory_of=kind,
+        rounds=rounds,
+    )
+
+
+def _variant(generator: Generator, variant: Variant) -> Generator:
+    """The same weights, decoded in another way."""
+    cfg = generator.cfg
+    if not variant.coreset:
+        cfg = cfg.replace(**{"moe.coreset": None})
+    return generator.variant(cfg=cfg, fuse_commit=variant.fuse_commit)
+
+
+def _decode(
+    generator: Generator, variant: Variant, requests: Sequence[Request], seen: _Samples
+) -> None:
+    """Answer once whole, on the device, and once up to the first text."""
+    seen.done = generator.complete(requests, mode=variant.mode)
+    seen.decode.append(max(c.stats.tokens / c.stats.tokens_per_s for c in seen.done))
+    began = time.perf_counter()
+    for event in generator.stream(requests, mode=variant.mode, driver="block"):
+        if isinstance(event, TextEvent | DoneEvent):
+            break
+    seen.first.append(time.perf_counter() - began)
+
+
+def _summary(variant: Variant, batch: int, seen: _Samples, ar: _Samples) -> Decoding:
+    stats = [c.stats for c in seen.done]
+    tokens, forwards = sum(s.tokens for s in stats), sum(s.forwards for s in stats)
+    previews = sum(s.previews for s in stats)
+    # Rows advance together, so a batch runs as many forwards as its longest row.
+    forward = lambda x: statistics.median(x.decode) / max(c.stats.forwards for c in x.done)
+    rate = lambda x: sum(c.stats.tokens for c in x.done) / statistics.median(x.decode)
+    speedup = rate(seen) / rate(ar)
+    return Decoding(
+        variant=variant.name,
+        batch=batch,
+        tokens=tokens,
+        first_ms=1e3 * statistics.median(seen.first),
+        tokens_per_s=rate(seen),
+        forward_ms=1e3 * forward(seen),
+        tpf=tokens / forwards,
+        tpf_previews=tokens / previews if previews else None,
+        break_even=forward(seen) / forward(ar),
+        speedup=speedup,
+        realised=speedup / (tokens / forwards),
+    )
+
+
+def _time_passes(generator: Generator, requests: Sequence[Request]) -> dict[str, float]:
+    """Milliseconds of each pass from the requests' prefixes, the sampler left out."""
+    cfg, env, params = generator.cfg, generator.env, generator.params
+    rows, block = len(requests), cfg.block_length
+    capacity = PREFILL_TOKENS + block
+    key = jax.random.key(0)
+    prompt = jax.random.randint(key, (rows, PREFILL_TOKENS), 0, cfg.vocab_size, jnp.int32)
+    full = jnp.full((rows,), PREFILL_TOKENS, jnp.int32)
+    empty = jax.block_until_ready(empty_cache(cfg, rows, capacity))
+    began = time.perf_counter()
+    cache = _PREFILL(
+        params, prompt, full, empty, chunk=generator.prefill_chunk, cfg=cfg, env=env
+    )  # fmt: skip
+    jax.block_until_ready(cache)
+    out = {"prefill": 1e3 * (time.perf_counter() - began)}
+    tokens = prompt[:, :block]
+    canvas = blank_canvas(rows, block)
+    n = jnp.full((rows,), block, jnp.int32)
+    one = jnp.ones((rows,), jnp.int32)
+    model = ModelPasses(cfg, env)
+    timed: dict[str, Callable[[DecodeCache], tuple[DecodeCache, Any]]] = {
+        "AR step": lambda c: _ar_step(params, tokens[:, :1], one, c, passes=model),
+        "preview": lambda c: (c, _preview(params, canvas, n, c, passes=model)),
+        "commit": lambda c: (_commit(params, tokens, n, c, passes=model), None),
+        "commit + preview": lambda c: _fused(params, tokens, n, canvas, n, c, passes=model),
+    }
+    for name, run in timed.items():
+        began = time.perf_counter()
+        for _ in range(PASS_REPEATS):
+            # Always from the same place: a pass must not get dearer with what was written before.
+            cache, logits = run(cache._replace(length=jnp.copy(full)))  # donated
+            jax.block_until_ready((cache, logits))
+        out[name] = 1e3 * (time.perf_counter() - began) / PASS_REPEATS
+    return out
+
+
+_PREFILL = jax.jit(prefill, static_argnames=("chunk", "cfg", "env"), donate_argnames=("cache",))
+
+
+def _jit(function: Any) -> Any:
+    return jax.jit(function, static_argnames=("passes",), donate_argnames=("cache",))
+
+
+@_jit
+def _ar_step(
+    params: Any, tokens: Any, n_valid: Any, cache: DecodeCache, *, passes: ModelPasses
+) -> tuple[DecodeCache, Any]:
+    cache = passes.commit(params, tokens, n_valid, cache)
+    return cache, passes.next_logits(params, cache)
+
+
+@_jit
+def _commit(
+    params: Any, tokens: Any, n_valid: Any, cache: DecodeCache, *, passes: ModelPasses
+) -> DecodeCache:
+    return passes.commit(params, tokens, n_valid, cache)
+
+
+def _preview_pass(
+    params: Any, canvas: Canvas, n_valid: Any, cache: DecodeCache, *, passes: ModelPasses
+) -> Any:
+    return passes.preview(params, canvas, n_valid, cache, jnp.int32(0))[0]
+
+
+_preview = jax.jit(_preview_pass, static_argnames=("passes",))
+
+
+@_jit
+def _fused(
+    params: Any, tokens: Any, n_commit: Any, canvas: Canvas, n_valid: Any, cache: DecodeCache,
+    *, passes: ModelPasses,
+) -> tuple[DecodeCache, Any]:  # fmt: skip
+    step = jnp.int32(0)
+    cache, logits, _ = passes.commit_and_preview(
+        params, tokens, n_commit, canvas, n_valid, cache, step
+    )
+    return cache, logits
+
+
+@contextmanager
+def _count_compilations() -> Iterator[Callable[[], int]]:
+    """Counts the programs that are compiled inside; read it when the block has ended."""
+    seen: list[str] = []
+
+    def note(event: str, duration: float, **_: Any) -> None:
+        del duration
+        if active and event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    active = True
+    # JAX has no public way to take a listener off again: this one goes quiet instead.
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield lambda: len(seen)
+    finally:
+        active = False
+
+
+def _peak_memory() -> tuple[int, str]:
+    counted = jax.local_devices()[0].memory_stats()
+    if counted and "peak_bytes_in_use" in counted:
+        return counted["peak_bytes_in_use"], "device"
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process"

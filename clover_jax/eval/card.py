@@ -1,0 +1,297 @@
+"""The model card's figures: every decoding arm on the same held-out problems, resumable.
+
+Arms share their problems, so differences are paired. Each finished cell is one line of
+`cells.jsonl`; a second call with the same settings computes only what is missing.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from clover_jax import checkpoint
+from clover_jax.config import canonical_json
+from clover_jax.data import tasks
+from clover_jax.data.pipeline import DataConfig, TaskBatches
+from clover_jax.data.tokenizer import Tokenizer
+from clover_jax.diffusion.generate import Generator
+from clover_jax.diffusion.loss import as_arrays
+from clover_jax.diffusion.sampling_config import SamplerConfig
+from clover_jax.env import Env
+from clover_jax.errors import CloverError
+from clover_jax.eval.held_out import answer
+from clover_jax.eval.replay import reference_blocks, replay
+from clover_jax.model.transformer import CleanInput, NoisyInput, forward
+
+MAX_TOKENS = 160  # the longest reference has 108
+THRESHOLD = 0.95
+FRONTIER = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+EXPERT_BATCHES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One way to answer.
+
+    Attributes:
+        name: row of the table.
+        model: `parent`, `control` or `model`.
+        mode: `ar` or `block`.
+        block: block length; of no account in AR mode.
+    """
+
+    name: str
+    model: Literal["parent", "control", "model"]
+    mode: Literal["ar", "block"]
+    block: int = 32
+
+
+ARMS = (
+    Arm("AR parent", "parent", "ar"),
+    Arm("AR control", "control", "ar"),
+    Arm("AR mode", "model", "ar"),
+    Arm("block 32", "model", "block", 32),
+    Arm("block 16", "model", "block", 16),
+    Arm("block 8", "model", "block", 8),
+)
+BASE_ARM = "AR mode"  # what the others are compared with
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CardConfig:
+    """What is measured.
+
+    Attributes:
+        n: problems per task (a family may have fewer).
+        frontier_n: problems per task and threshold.
+        replay_n: reference answers per task.
+        split: `test`, or `val` while developing.
+        batch: problems answered together.
+    """
+
+    n: int = 300
+    frontier_n: int = 100
+    replay_n: int = 100
+    split: str = "test"
+    batch: int = 32
+
+    def __post_init__(self) -> None:
+        numbers = (self.n, self.frontier_n, self.replay_n, self.batch)
+        if min(numbers) < 1:
+            raise CloverError(f"card sizes are {numbers}: expected numbers of at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One task in one arm.
+
+    Attributes:
+        right: per problem, `1` or `0`.
+        tokens: per problem, up to and including the stop.
+        previews: of all problems.
+        forwards: of all problems.
+        stopped: answers that ended by themselves.
+        format_valid: answers of the family's form.
+    """
+
+    right: str
+    tokens: tuple[int, ...]
+    previews: int
+    forwards: int
+    stopped: int
+    format_valid: int
+
+    @property
+    def solved(self) -> list[bool]:
+        """Per problem."""
+        return [c == "1" for c in self.right]
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right answers."""
+        return self.right.count("1") / len(self.right)
+
+    @property
+    def tpf(self) -> float:
+        """Tokens over all forwards."""
+        return sum(self.tokens) / self.forwards
+
+    @property
+    def tpf_previews(self) -> float | None:
+        """Tokens over previews; None in AR mode."""
+        return sum(self.tokens) / self.previews if self.previews else None
+
+
+def thinks(task: str) -> bool:
+    """Whether the card lets a family think: it does where there is a scratchpad."""
+    return task in tasks.SCRATCHPAD_TASKS
+
+
+def measure(
+    folders: Mapping[str, Path],
+    config: CardConfig,
+    out: Path,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Compute what `out` lacks; all cells by key.
+
+    Keys are `answers/ARM/TASK`, `frontier/THRESHOLD/TASK`, `replay/RULE/TASK` and `experts`.
+
+    Args:
+        folders: checkpoint folders: `model`, and `parent` and `control` where they exist.
+        config: what is measured.
+        out: a folder of this card's own.
+        progress: called with a line about what runs.
+
+    Raises:
+        CloverError: a folder that cannot be loaded, or `out` belongs to another card.
+    """
+    store = _Store(out, canonical_json(config), _fingerprints(folders))
+    for name, folder in folders.items():
+        arms = [arm for arm in ARMS if arm.model == name]
+        jobs = list(_jobs(name, arms, config))
+        if all(key in store.cells for key, _ in jobs):
+            continue
+        generator = _load(folder)
+        for key, job in jobs:
+            if key not in store.cells:
+                progress(f"{len(store.cells)} cells done; {key}")
+                store.add(key, job(generator))
+    return store.cells
+
+
+type _Job = Callable[[Generator], Any]
+
+
+def _jobs(name: str, arms: Sequence[Arm], config: CardConfig) -> Iterator[tuple[str, _Job]]:
+    """Keys and how their cells are computed, for one checkpoint folder."""
+    for arm in arms:
+        for task in tasks.TASKS:
+            yield f"answers/{arm.name}/{task}", _answers(arm, task, config.n, THRESHOLD, config)
+    if name != "model":
+        return
+    for task in tasks.TASKS:
+        for rule in ("threshold", "oracle"):
+            yield f"replay/{rule}/{task}", _replay(rule, task, config)
+    block = next(arm for arm in arms if arm.mode == "block")
+    for threshold in FRONTIER:
+        for task in tasks.SCRATCHPAD_TASKS:
+            job = _answers(block, task, config.frontier_n, threshold, config)
+            yield f"frontier/{threshold}/{task}", job
+    yield "experts", lambda generator: _expert_use(generator, config)
+
+
+def _load(folder: Path) -> Generator:
+    cfg, params, _ = checkpoint.load(folder)
+    return Generator(cfg, params, tokenizer=Tokenizer.load(folder), env=Env(rows="batched"))
+
+
+def _with_block(generator: Generator, block: int) -> Generator:
+    return generator.variant(cfg=generator.cfg.replace(block_length=block))
+
+
+def _answers(arm: Arm, task: str, n: int, threshold: float, config: CardConfig) -> _Job:
+    def job(generator: Generator) -> Any:
+        answers = answer(
+            _with_block(generator, arm.block),
+            tasks.eval_set(task, config.split, n),
+            thinking=thinks(task),
+            mode=arm.mode,
+            sampling=SamplerConfig(threshold=threshold),
+            max_tokens=MAX_TOKENS,
+            batch=config.batch,
+        )
+        stats = [a.completion.stats for a in answers]
+        return dataclasses.asdict(
+            Cell(
+                right="".join(str(int(a.score.correct)) for a in answers),
+                tokens=tuple(s.tokens for s in stats),
+                previews=sum(s.previews for s in stats),
+                forwards=sum(s.forwards for s in stats),
+                stopped=sum(a.completion.finish_reason == "stop" for a in answers),
+                format_valid=sum(a.score.format_valid for a in answers),
+            )
+        )
+
+    return job
+
+
+def _replay(rule: Any, task: str, config: CardConfig) -> _Job:
+    def job(generator: Generator) -> Any:
+        assert generator.tokenizer is not None
+        items = tasks.eval_set(task, config.split, config.replay_n)
+        blocks = reference_blocks(
+            generator.tokenizer, items, thinking=thinks(task), block=generator.cfg.block_length
+        )
+        found = replay(generator, blocks, rule=rule, threshold=THRESHOLD, batch=config.batch)
+        return dataclasses.asdict(found)
+
+    return job
+
+
+def _expert_use(generator: Generator, config: CardConfig) -> Any:
+    """Share of the routed positions of both streams that each expert gets, [layers, experts]."""
+    assert generator.tokenizer is not None
+    cfg = generator.cfg
+    run = jax.jit(forward, static_argnames=("cfg", "env"))
+    data = DataConfig(rows=config.batch, buckets=((208, 4),))
+    batches = TaskBatches(generator.tokenizer, data, block=cfg.block_length, split=config.split)
+    total = np.zeros((cfg.num_layers, cfg.moe.num_experts))
+    for i in range(EXPERT_BATCHES):
+        b = as_arrays(batches.batch(i))
+        noisy = NoisyInput(b.block_tokens, b.block_masked, b.block_n_valid, b.block_index)
+        clean = CleanInput(b.tokens, b.n_valid)
+        out = run(generator.params, clean, noisy, None, cfg=cfg, env=generator.env)
+        total += np.asarray(out.stats.router.assigned).sum(1)
+    return (total / total.sum(1, keepdims=True)).tolist()
+
+
+def _fingerprints(folders: Mapping[str, Path]) -> str:
+    """Says which weights the cells belong to."""
+    digests = {}
+    for name, folder in folders.items():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise CloverError(f"{folder} holds no safetensors: expected a checkpoint folder")
+        digest = hashlib.sha256()
+        for path in files:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        digests[name] = digest.hexdigest()
+    return json.dumps(digests, sort_keys=True)
+
+
+class _Store:
+    """Cells on disk, one line each; the first line says what they are cells of."""
+
+    def __init__(self, folder: Path, config: str, weights: str) -> None:
+        self._path = folder / "cells.jsonl"
+        head = {"config": json.loads(config), "weights": json.loads(weights)}
+        self.cells: dict[str, Any] = {}
+        if not self._path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(head) + "\n")
+            return
+        first, *lines = self._path.read_text().splitlines(keepends=True) or [""]
+        if first != json.dumps(head) + "\n":
+            raise CloverError(
+                f"{self._path} holds figures of other weights or settings: repeat those, or choose "
+                "another folder"
+            )
+        whole = [line for line in lines if line.endswith("\n")]
+        if len(whole) < len(lines):  # a crash cut the last line off
+            self._path.write_text(first + "".join(whole))
+        self.cells = {line["key"]: line["cell"] for line in map(json.loads, whole)}
+
+    def add(self, key: str, cell: Any) -> None:
+        # Through JSON, so that a fresh cell and one read back are the same.
+        text = json.dumps({"key": key, "cell": cell})
+        with self._path.open("a") as file:
+            file.write(text + "\n")
+        self.cells[key] = json.loads(text)["cell"]

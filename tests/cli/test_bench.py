@@ -1,0 +1,83 @@
+"""`clover bench` on a small random model: figures that must agree; refusals of it and the card."""
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+from clover_jax import checkpoint
+from clover_jax.eval import bench
+from clover_jax.presets import clover_tiny
+from tests.cli.conftest import Clover
+from tests.model.small import random_params
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Two variants in place of five, compiled without care: what is checked needs no speed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "VARIANTS", bench.VARIANTS[:2])
+        patch.setattr(bench, "PREFILL_TOKENS", 64)
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_figures_agree(model: Path, clover: Clover):
+    arguments = ("bench", "--checkpoint", model, "--batch", 2, "--rounds", 2, "--max-tokens", 8)
+    ran = clover(*arguments, "--json")
+    assert ran.status == 0, ran.err
+    told = json.loads(ran.out)
+    assert told["compilations"] == 0 and told["rounds"] == 2
+    ar, block = told["decoding"]
+    assert (ar["variant"], ar["speedup"], ar["break_even"]) == ("ar", 1, 1)
+    for d in (ar, block):
+        assert d["batch"] == 2 and 2 <= d["tokens"] <= 16
+        assert min(d["first_ms"], d["forward_ms"], d["tokens_per_s"]) > 0
+        assert d["realised"] == pytest.approx(d["speedup"] / d["tpf"])
+    assert block["speedup"] == pytest.approx(block["tokens_per_s"] / ar["tokens_per_s"])
+    assert block["break_even"] == pytest.approx(block["forward_ms"] / ar["forward_ms"])
+    assert ar["tpf_previews"] is None and block["tpf_previews"] >= block["tpf"]
+    assert set(told["pass_ms"]["2"]) == {"AR step", "preview", "commit", "commit + preview"}
+    assert told["prefill_tokens_per_s"]["2"] > 0
+    assert told["peak_memory"] > 2**20 and told["peak_memory_of"] == "process"
+    shown = clover(*arguments)
+    assert shown.out.startswith("| variant |") and "0 compilations after the warm-up" in shown.out
+
+
+def test_a_compilation_is_counted():
+    with bench._count_compilations() as count:
+        jax.jit(lambda x: x * 3 + 1)(2.0)
+    assert count() >= 1
+    before = count()
+    jax.jit(lambda x: x * 5 + 1)(2.0)
+    assert count() == before
+
+
+def test_autoregressive_models_are_refused(clover: Clover, tmp_path: Path):
+    cfg = clover_tiny().replace(
+        num_layers=2, full_attention_interval=2, bd_gdn=None, mask_token_id=None,
+        **{"moe.coreset": None},
+    )  # fmt: skip
+    checkpoint.save(tmp_path / "ar", cfg, random_params(cfg))
+    ran = clover("bench", "--checkpoint", tmp_path / "ar")
+    assert (ran.status, ran.out) == (2, "") and "autoregressive" in ran.err
+
+
+REFUSALS = {
+    "rounds": (("bench", "--rounds", 0), "rounds 0"),
+    "batch": (("bench", "--batch", 0), "batch sizes [0]"),
+    "no folder": (("card", "--checkpoint", "nowhere", "--out", "x"), "nowhere is not a folder"),
+    "parent": (("card", "--parent", "nowhere", "--out", "x"), "nowhere is not a folder"),
+    "run": (("card", "--run", "log", "--out", "x"), "NAME=DIR"),
+    "size": (("card", "--n", 0, "--out", "x"), "at least 1"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSALS.values(), ids=REFUSALS)
+def test_refusals(arguments, said, clover: Clover, monkeypatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    ran = clover(*arguments)
+    assert (ran.status, ran.out) == (2, "") and said in ran.err
+    assert list(tmp_path.iterdir()) == []
