@@ -309,8 +309,8 @@ def _count_compilations() -> Iterator[Callable[[], int]]:
     """Counts the programs that are compiled inside; read it when the block has ended."""
     seen: list[str] = []
 
-    def note(event: str, duration: float, **_: Any) -> None:
-        del duration
+    def note(event: str, duration_secs: float, **_: Any) -> None:
+        del duration_secs
         if active and event == "/jax/core/compile/backend_compile_duration":
             seen.append(event)
 

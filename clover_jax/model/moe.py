@@ -16,7 +16,7 @@ from clover_jax.config import ModelConfig
 from clover_jax.env import Env
 from clover_jax.model.coreset import coreset
 from clover_jax.params import ParamSpec, normal
-from pallas_kernels.grouped_matmul import grouped_matmul, plan
+from pallas_kernels.grouped_matmul import grouped_glu, plan
 
 
 @struct.dataclass
@@ -238,9 +238,10 @@ def _grouped(
     layout = plan(expert.reshape(-1), assigned, num_experts=p.gate_up_proj.shape[0], tile=tile)
     padded = jnp.concatenate([x, jnp.zeros_like(x[:1])])
     tiles = padded[jnp.minimum(layout.source // k, n)].reshape(-1, tile, x.shape[1])
-    impl = env.impl("grouped_matmul")
-    h = _glu(grouped_matmul(tiles, p.gate_up_proj, layout.tile_expert, layout.used, impl=impl))
-    y = grouped_matmul(h, p.down_proj, layout.tile_expert, layout.used, impl=impl)
+    y = grouped_glu(
+        tiles, p.gate_up_proj, p.down_proj, layout.tile_expert, layout.used,
+        impl=env.impl("grouped_glu"),
+    )  # fmt: skip
     y = y.reshape(-1, x.shape[1])
     picked = y[jnp.minimum(layout.slot, y.shape[0] - 1)]
     return jnp.where(assigned[:, None], picked, jnp.zeros((), x.dtype)).reshape(n, k, -1)

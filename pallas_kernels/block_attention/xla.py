@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-KV_TILE = 512
+KV_TILE = 128
 MASKED = -1e30  # finite, so that a fully masked tile leaves the running maximum as it is
 
 

@@ -1,5 +1,5 @@
-"""Expert matmuls: each row of x times the matrix of its expert. Contract: `api.grouped_matmul`."""
+"""Expert matmuls: rows through the gated MLP of their expert. Contract: `api.grouped_glu`."""
 
-from pallas_kernels.grouped_matmul.api import Plan, grouped_matmul, plan
+from pallas_kernels.grouped_matmul.api import Plan, grouped_glu, plan
 
-__all__ = ["Plan", "grouped_matmul", "plan"]
+__all__ = ["Plan", "grouped_glu", "plan"]

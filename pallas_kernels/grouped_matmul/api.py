@@ -1,8 +1,8 @@
 """Matmuls of rows that each have their own expert.
 
 `plan` lays assignments out in tiles that hold rows of one expert only (a counting sort: stable,
-nothing dropped, every group padded to a whole tile); `grouped_matmul` multiplies each tile by its
-expert's matrix. `lax.ragged_dot` computes every expert on CPU and CUDA, hence our own.
+nothing dropped, every group padded to a whole tile); `grouped_glu` runs each tile through its
+expert's gated MLP. `lax.ragged_dot` computes every expert on CPU and CUDA, hence our own.
 """
 
 from typing import NamedTuple
@@ -50,20 +50,22 @@ def plan(
     )
 
 
-def grouped_matmul(
+def grouped_glu(
     x: Float[Array, "tiles tile width"],
-    w: Float[Array, "experts width out"],
+    w_in: Float[Array, "experts width gate_up"],
+    w_out: Float[Array, "experts hidden out"],
     tile_expert: Int[Array, " tiles"],
     used: Int[Array, ""],
     *,
     impl: Impl,
 ) -> Float[Array, "tiles tile out"]:
-    """x[t] @ w[tile_expert[t]] for the first `used` tiles, 0 for the others.
+    """(silu(gate) · up) @ w_out[e] with (gate | up) = x[t] @ w_in[e], e = tile_expert[t].
 
-    Differentiable in x and w; the gradient of an unused expert is exactly 0.
+    For the first `used` tiles; 0 for the others. Differentiable in x and both weights; the gradient
+    of an unused expert is exactly 0.
 
     Raises:
         ValueError: an implementation this op does not have.
     """
-    table = {"reference": reference.grouped_matmul, "xla": xla.grouped_matmul}
-    return select("grouped_matmul", impl, table)(x, w, tile_expert, used)
+    table = {"reference": reference.grouped_glu, "xla": xla.grouped_glu}
+    return select("grouped_glu", impl, table)(x, w_in, w_out, tile_expert, used)

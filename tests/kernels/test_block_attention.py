@@ -15,7 +15,7 @@ BLOCKS, BLOCK = 2, 3
 QUERIES, GROUP, SCALE = BLOCKS * BLOCK, 1, 0.7
 LIMITS = {  # of every query, per row
     "nothing and all": [[0, 1, 2, 3, KV_TILE, 2 * KV_TILE], [0] * 6],
-    "around a tile": [[KV_TILE - 1, KV_TILE, KV_TILE + 1] * 2, [1, 1, 1, 700, 700, 700]],
+    "around a tile": [[KV_TILE - 1, KV_TILE, KV_TILE + 1] * 2, [1, 1, 1, 200, 200, 200]],
     "first tile": [[5] * 6, [1, 2, 3, 4, 5, 6]],
 }
 

@@ -1,4 +1,4 @@
-"""Grouped matmul against a loop over rows, its gradients, and the layout that feeds it."""
+"""Expert MLPs against a loop over rows, their gradients, and the layout that feeds them."""
 
 import functools
 
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import grouped_matmul, plan
+from pallas_kernels.grouped_matmul import grouped_glu, plan
 from tests.helpers.limits import assert_close
 
-EXPERTS, TILE, WIDTH, OUT, ASSIGNMENTS = 8, 4, 6, 5, 24
+EXPERTS, TILE, WIDTH, HIDDEN, OUT, ASSIGNMENTS = 8, 4, 6, 3, 5, 24
 CASES = {
     "everyone": np.arange(ASSIGNMENTS) * 5 % EXPERTS,
     "three experts": np.arange(ASSIGNMENTS) % 3,
@@ -23,13 +23,18 @@ make_plan = jax.jit(plan, static_argnames=("num_experts", "tile"))
 
 
 @functools.partial(jax.jit, static_argnames="impl")
-def run(x, w, layout, weights, *, impl):
-    def weighted(x, w):
-        y = grouped_matmul(x, w, layout.tile_expert, layout.used, impl=impl)
+def run(x, w_in, w_out, layout, weights, *, impl):
+    """Forward alone, forward under differentiation, gradients: the first two are other programs."""
+    mlp = functools.partial(
+        grouped_glu, tile_expert=layout.tile_expert, used=layout.used, impl=impl
+    )  # fmt: skip
+
+    def weighted(x, w_in, w_out):
+        y = mlp(x, w_in, w_out)
         return jnp.sum(y * weights), y
 
-    (dx, dw), y = jax.grad(weighted, argnums=(0, 1), has_aux=True)(x, w)
-    return y, dx, dw
+    grads, y = jax.grad(weighted, argnums=(0, 1, 2), has_aux=True)(x, w_in, w_out)
+    return mlp(x, w_in, w_out), y, *grads
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -39,7 +44,8 @@ def test_both_implementations_are_the_loop(case):
     expert = CASES[case].astype(np.int32)
     assigned = np.full(ASSIGNMENTS, case != "no tokens")
     layout = make_plan(expert, assigned, num_experts=EXPERTS, tile=TILE)
-    tokens, w = draw(ASSIGNMENTS, WIDTH), draw(EXPERTS, WIDTH, OUT)
+    tokens, w_in = draw(ASSIGNMENTS, WIDTH), draw(EXPERTS, WIDTH, 2 * HIDDEN)
+    w_out = draw(EXPERTS, HIDDEN, OUT)
     tiles = layout.tile_expert.shape[0]
     padded = np.concatenate([tokens, np.zeros((1, WIDTH), np.float32)])
     x = padded[np.asarray(layout.source)].reshape(tiles, TILE, WIDTH)
@@ -49,21 +55,32 @@ def test_both_implementations_are_the_loop(case):
     slots = np.asarray(layout.slot)
     flat_weights = weights.astype(np.float64).reshape(-1, OUT)
     want_y, want_dx = np.zeros((tiles * TILE, OUT)), np.zeros((tiles * TILE, WIDTH))
-    want_dw = np.zeros((EXPERTS, WIDTH, OUT))
-    for token, e, slot, here in zip(tokens, expert, slots, assigned, strict=True):
+    want_in, want_out = np.zeros(w_in.shape), np.zeros(w_out.shape)
+    for token, e, slot, here in zip(
+        tokens.astype(np.float64), expert, slots, assigned, strict=True
+    ):
         if here:
-            want_y[slot] = token.astype(np.float64) @ w[e]
-            want_dx[slot] = w[e].astype(np.float64) @ flat_weights[slot]
-            want_dw[e] += np.outer(token.astype(np.float64), flat_weights[slot])
+            gate, up = np.split(token @ w_in[e], 2)
+            sigmoid = 1 / (1 + np.exp(-gate))
+            h = gate * sigmoid * up
+            dh = w_out[e].astype(np.float64) @ flat_weights[slot]
+            d_gate = dh * up * sigmoid * (1 + gate * (1 - sigmoid))
+            d_gate_up = np.concatenate([d_gate, dh * gate * sigmoid])
+            want_y[slot] = h @ w_out[e]
+            want_dx[slot] = w_in[e].astype(np.float64) @ d_gate_up
+            want_in[e] += np.outer(token, d_gate_up)
+            want_out[e] += np.outer(h, flat_weights[slot])
     filled = np.isin(np.arange(tiles * TILE), slots)
     unused = np.setdiff1d(np.arange(EXPERTS), expert[assigned])
     for impl in ("reference", "xla"):
-        y, dx, dw = run(x, w, layout, weights, impl=impl)
+        alone, y, dx, d_in, d_out = run(x, w_in, w_out, layout, weights, impl=impl)
+        assert_close("op", f"{impl} y alone", alone.reshape(-1, OUT), want_y)
         assert_close("op", f"{impl} y", y.reshape(-1, OUT), want_y)
         dx = np.where(filled[:, None], dx.reshape(-1, WIDTH), 0)
         assert_close("gradient", f"{impl} dx", dx, want_dx)
-        assert_close("gradient", f"{impl} dw", dw, want_dw)
-        assert not np.asarray(dw)[unused].any(), f"{impl}: gradient of unused experts {unused}"
+        for name, got, want in (("w_in", d_in, want_in), ("w_out", d_out, want_out)):
+            assert_close("gradient", f"{impl} {name}", got, want)
+            assert not np.asarray(got)[unused].any(), f"{impl}: gradient of unused {unused}"
 
 
 SIZES = ((1, 4, 8), (7, 3, 2), (24, 8, 4), (30, 2, 1), (16, 16, 8))  # assignments, experts, tile
@@ -93,6 +110,7 @@ def test_plan_places_every_row_once_in_tiles_of_one_expert(data, size):
 
 
 def test_unknown_implementation_is_named():
-    ones = jnp.ones((1, 4, 6), jnp.float32), jnp.ones((8, 6, 5), jnp.float32)
-    with pytest.raises(ValueError, match="grouped_matmul has no implementation 'cuda'"):
-        grouped_matmul.__wrapped__(*ones, jnp.zeros(1, jnp.int32), jnp.int32(1), impl="cuda")
+    shapes = (1, 4, 6), (8, 6, 4), (8, 2, 5)
+    ones = [jnp.ones(shape, jnp.float32) for shape in shapes]
+    with pytest.raises(ValueError, match="grouped_glu has no implementation 'cuda'"):
+        grouped_glu.__wrapped__(*ones, jnp.zeros(1, jnp.int32), jnp.int32(1), impl="cuda")

@@ -13,7 +13,7 @@ from jax.extend.core import jaxprs_in_params
 
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.gated_delta import gated_delta
-from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul import grouped_glu
 from pallas_kernels.state_fusion import state_fusion
 
 KEYS, VALUES = (1, 9, 2, 4), (1, 9, 4, 3)  # rows, time, heads, channels
@@ -35,7 +35,7 @@ OPS = {
         ),
         [f32(1, 2, 2, 4), f32(1, 1, 8, 2, 4), i32(1, 2)],
     ),
-    "grouped_matmul": (grouped_matmul, [f32(2, 8, 4), f32(3, 4, 5), i32(2), i32()]),
+    "grouped_glu": (grouped_glu, [f32(2, 8, 4), f32(3, 4, 6), f32(3, 3, 5), i32(2), i32()]),
 }
 
 

@@ -113,5 +113,5 @@ def test_rows_join_and_leave():
 
 
 def test_caches_of_different_capacity_do_not_join():
-    with pytest.raises(CloverError, match="capacity 512 and 1024"):
+    with pytest.raises(CloverError, match="capacity 512 and 640"):
         join_rows(empty_cache(CFG, 1, 512), empty_cache(CFG, 1, 513))
