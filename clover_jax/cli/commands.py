@@ -252,13 +252,15 @@ class RunFlags:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainPretrain(RunFlags):
-    """Train the autoregressive base of a preset from nothing on the built-in tasks.
+    """Train an autoregressive model on the built-in tasks, from nothing or further.
 
     Attributes:
-        preset: Named config.
+        preset: Named config whose autoregressive base is trained from nothing.
+        checkpoint: Folder to go on from instead.
     """
 
     preset: str = "clover_nano"
+    checkpoint: Annotated[Path | None, _none("DIR")] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

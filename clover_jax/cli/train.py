@@ -65,7 +65,7 @@ def run_config(flags: TrainPretrain | TrainConvert) -> loop.RunConfig:
     pretrain = isinstance(flags, TrainPretrain)
     return loop.RunConfig(
         kind="pretrain" if pretrain else "convert",
-        start=flags.preset if pretrain else str(flags.checkpoint),
+        start=str(flags.checkpoint or flags.preset) if pretrain else str(flags.checkpoint),
         data=data,
         loss=LossConfig(diffusion=0.0 if pretrain else flags.diffusion),
         optimiser=OptimiserConfig(

@@ -4,7 +4,7 @@ A run lives in a folder of its own:
 
     run.json        what was asked for; a resumed run must ask for the same
     source/         conversion only: the Clover folder it started from, after calibration
-    tokenizer/      pre-training only: the tokenizer, trained on the first samples
+    tokenizer/      pre-training from nothing only: trained on the first samples
     checkpoints/    orbax; parameters, optimiser, step
     log.jsonl       one line of metrics per logged step
     model/          the Hugging Face folder, written when the run is complete
@@ -49,7 +49,7 @@ class RunConfig:
 
     Attributes:
         kind: `pretrain` (clean stream only) or `convert` (both streams).
-        start: a preset's name, or the folder of the checkpoint to convert.
+        start: a preset's name (pre-training from nothing), or a checkpoint folder.
         data: what it reads.
         loss: weights of the terms.
         optimiser: rates and steps.
@@ -81,34 +81,50 @@ Report = Callable[[Progress], None]
 
 
 def pretrain(run: RunConfig, folder: Path, *, report: Report, save_seconds: float = 120.0) -> Path:
-    """Train the autoregressive base of a preset; returns the model folder.
+    """Train an autoregressive model, a preset from nothing or a folder further.
 
-    The parent has no block operator, no mask token and no coreset: it is a Qwen3.6 model.
+    A preset's parent has no block operator, no mask token and no coreset: it is a Qwen3.6 model.
+
+    Returns:
+        The model folder.
 
     Raises:
-        CloverError: unknown preset, or the folder belongs to another run.
+        CloverError: no such preset or folder, or the run's folder belongs to another run.
     """
-    if run.start not in PRESETS:
-        raise CloverError(f"preset is {run.start!r}: expected one of {', '.join(PRESETS)}")
-    preset = PRESETS[run.start]()
-    cfg = preset.replace(bd_gdn=None, mask_token_id=None, **{"moe.coreset": None})
     if run.loss.diffusion:
         raise CloverError(
             f"pre-training has no blocks, but the diffusion loss has weight {run.loss.diffusion}: "
             "expected 0"
         )
+    if run.start not in PRESETS:
+        files = Path(run.start)
+        if not files.is_dir():
+            raise CloverError(
+                f"start is {run.start!r}: expected a checkpoint folder or one of "
+                f"{', '.join(PRESETS)}"
+            )
+        checkpoint.inspect(files).require_loadable()
+        _claim(run, folder)
+        cfg, params, _ = checkpoint.load(files, dtype="float32")
+    else:
+        cfg = _base_of_preset(run.start)
+        _claim(run, folder)
+        files = folder / "tokenizer"
+        if not (files / "tokenizer_config.json").exists():
+            _train_tokenizer(run, cfg, files)
+        params = initialise(param_specs(cfg), jax.random.key(run.seed))
+    return _run(run, folder, cfg, params, Tokenizer.load(files), files, report, save_seconds)
+
+
+def _base_of_preset(name: str) -> ModelConfig:
+    preset = PRESETS[name]()
+    cfg = preset.replace(bd_gdn=None, mask_token_id=None, **{"moe.coreset": None})
     if cfg.vocab_size < bpe.SMALLEST_VOCAB:
         raise CloverError(
-            f"preset {run.start} has vocab_size {cfg.vocab_size}: expected at least "
+            f"preset {name} has vocab_size {cfg.vocab_size}: expected at least "
             f"{bpe.SMALLEST_VOCAB}, to hold a tokenizer of bytes"
         )
-    _claim(run, folder)
-    tokenizer_folder = folder / "tokenizer"
-    if not (tokenizer_folder / "tokenizer_config.json").exists():
-        _train_tokenizer(run, cfg, tokenizer_folder)
-    tokenizer = Tokenizer.load(tokenizer_folder)
-    params = initialise(param_specs(cfg), jax.random.key(run.seed))
-    return _run(run, folder, cfg, params, tokenizer, tokenizer_folder, report, save_seconds)
+    return cfg
 
 
 def convert(

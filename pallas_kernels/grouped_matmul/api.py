@@ -41,7 +41,8 @@ def plan(
     slot = jnp.where(assigned, jnp.sum(jnp.where(member, place, 0), axis=1), tiles * tile)
     source = jnp.full((tiles * tile,), n, jnp.int32)
     source = source.at[slot].set(jnp.arange(n, dtype=jnp.int32), mode="drop")
-    tile_expert = jnp.searchsorted(tile_end, jnp.arange(tiles), side="right")
+    # All comparisons at once: the default is a loop of tiny operations.
+    tile_expert = jnp.searchsorted(tile_end, jnp.arange(tiles), side="right", method="compare_all")
     return Plan(
         slot.astype(jnp.int32),
         source,

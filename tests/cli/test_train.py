@@ -59,6 +59,12 @@ def test_flags_become_a_pretraining_run(clover: Clover, runs: list[RunConfig], t
     assert run.data.mix.thinking_share == 0.25
 
 
+def test_a_folder_to_go_on_from(clover: Clover, runs: list[RunConfig], tmp_path: Path):
+    ran = clover("train", "pretrain", "--out", tmp_path, "--checkpoint", "base")
+    assert ran.status == 0
+    assert (runs[0].kind, runs[0].start) == ("pretrain", "base")
+
+
 def test_flags_become_a_conversion(clover: Clover, runs: list[RunConfig], tmp_path: Path):
     arguments = "--checkpoint base --diffusion 0.7 --calibration-steps 5"
     ran = clover("train", "convert", "--out", tmp_path, *arguments.split())

@@ -240,6 +240,17 @@ def test_the_loss_falls_on_a_repeated_batch(base):
     assert all(int(count) == STEPS for count in counts)
 
 
+def test_a_folder_is_trained_further(base, tmp_path):
+    """The second run starts with the first one's weights and tokenizer, and ends better."""
+    model, more = tmp_path / "run" / "model", dataclasses.replace(RUN, start=str(base / "model"))
+    assert pretrain(tmp_path / "run", more) == model
+    first, again = log_of(base), log_of(tmp_path / "run")
+    assert again[0]["ar_loss"] < 0.8 * first[0]["ar_loss"]
+    assert again[-1]["val_ar_loss"] < first[-1]["val_ar_loss"]
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        assert (model / name).read_bytes() == (base / "model" / name).read_bytes()
+
+
 # --- interruption -------------------------------------------------------------------------------
 
 
@@ -365,8 +376,8 @@ def test_a_file_in_the_way_is_refused(tmp_path):
         pretrain(tmp_path / "run")
 
 
-def test_an_unknown_preset_claims_no_folder(tmp_path):
-    with pytest.raises(CloverError, match="preset is 'huge'"):
+def test_an_unknown_start_claims_no_folder(tmp_path):
+    with pytest.raises(CloverError, match=r"start is 'huge'.*small"):
         pretrain(tmp_path / "run", dataclasses.replace(RUN, start="huge"))
     assert not (tmp_path / "run").exists()
 
