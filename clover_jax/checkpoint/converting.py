@@ -15,7 +15,7 @@ from clover_jax.checkpoint.config_map import TOKEN_ID_KEYS, config_to_hf
 from clover_jax.checkpoint.hf_map import BLOCK_DIFFUSION, NamePrefix, leaf_kind, pieces, with_prefix
 from clover_jax.checkpoint.json_text import parse, show
 from clover_jax.checkpoint.loading import CONFIG_FILE, Source, look_through
-from clover_jax.checkpoint.report import Ignored
+from clover_jax.checkpoint.report import Ignored, NormStorage
 from clover_jax.checkpoint.safetensors_io import MappedFiles
 from clover_jax.checkpoint.saving import (
     SHARD_BYTES,
@@ -74,6 +74,7 @@ def convert(
     *,
     mask_token_id: int | None = None,
     overwrite: bool = False,
+    norms: NormStorage | None = None,
 ) -> ConvertReport:
     """Writes a Clover folder with the weights of a Qwen3.6 folder.
 
@@ -87,13 +88,14 @@ def convert(
         mask_token_id: the mask's row. None: the one that config.json or the tokenizer names, else
             the first row that no token uses.
         overwrite: replace the target if it is a checkpoint folder.
+        norms: as for `load`; the tensors are copied as they are.
 
     Raises:
         CloverError: the source cannot be loaded or is Clover already, there is no row for the mask
             token, or the target is in the way.
     """
     source, target = Path(source), Path(target)
-    survey = look_through(source)
+    survey = look_through(source, norms=norms)
     base = survey.report.require_loadable()
     if base.bd_gdn is not None:
         raise CloverError(f"{source} is a Clover folder already: there is nothing to convert")

@@ -26,7 +26,14 @@ from clover_jax.checkpoint.hf_map import (
     pieces,
 )
 from clover_jax.checkpoint.json_text import parse, show
-from clover_jax.checkpoint.report import Cast, Component, Ignored, LoadReport, Problem
+from clover_jax.checkpoint.report import (
+    Cast,
+    Component,
+    Ignored,
+    LoadReport,
+    NormStorage,
+    Problem,
+)
 from clover_jax.checkpoint.safetensors_io import (
     WEIGHT_DTYPES,
     Index,
@@ -42,6 +49,9 @@ from clover_jax.params import ParamSpec, is_spec, named_leaves
 CONFIG_FILE = "config.json"
 
 type LoadDtype = Literal["float32", "bfloat16"]
+
+# Means of the norms' weights that no trained model of either storage is known to have.
+UNCLEAR_NORMS = (0.35, 0.65)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +78,11 @@ class Survey:
 
 
 def load(
-    folder: Path | str, *, dtype: LoadDtype | None = None, shardings: Any = None
+    folder: Path | str,
+    *,
+    dtype: LoadDtype | None = None,
+    norms: NormStorage | None = None,
+    shardings: Any = None,
 ) -> tuple[ModelConfig, Params, LoadReport]:
     """Loads the weights of a folder.
 
@@ -79,6 +93,7 @@ def load(
         folder: holds config.json and safetensors files, experts fused or one tensor per expert,
             with or without the `language_model` level in the names.
         dtype: of the weights that do not have to be float32; None: the one that config.json says.
+        norms: how the norms that scale by 1 + w are stored; None: their mean decides.
         shardings: a tree like the parameters, `sharding.shardings(param_specs(cfg), mesh, rules)`
             with the `cfg` of `inspect(folder)`; None: everything on the default device.
 
@@ -86,7 +101,7 @@ def load(
         CloverError: names every tensor and file that is missing, unknown, twice there, damaged, or
             of another shape or dtype than config.json says. Nothing was allocated.
     """
-    survey = look_through(folder, dtype=dtype)
+    survey = look_through(folder, dtype=dtype, norms=norms)
     cfg = survey.report.require_loadable()
     specs = param_specs(cfg)
     leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
@@ -103,21 +118,26 @@ def load(
     arrays = []
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for spec, path, target in zip(leaves, named_leaves(specs), targets, strict=True):
-            read = functools.partial(_read, spec, survey.sources[path], files, pool)
+            plain = survey.report.norms == "plain" and leaf_kind(path) in ZERO_CENTRED
+            read = functools.partial(_read, spec, survey.sources[path], files, pool, plain)
             arrays.append(_to_device(read, spec, target))
     return cfg, jax.tree.unflatten(tree, arrays), survey.report
 
 
-def inspect(folder: Path | str, *, dtype: LoadDtype | None = None) -> LoadReport:
+def inspect(
+    folder: Path | str, *, dtype: LoadDtype | None = None, norms: NormStorage | None = None
+) -> LoadReport:
     """What a folder holds and what would not load; reads headers and the norms' weights only.
 
     Raises:
         CloverError: the folder does not exist. Other problems are in the report.
     """
-    return look_through(folder, dtype=dtype).report
+    return look_through(folder, dtype=dtype, norms=norms).report
 
 
-def look_through(folder: Path | str, *, dtype: LoadDtype | None = None) -> Survey:
+def look_through(
+    folder: Path | str, *, dtype: LoadDtype | None = None, norms: NormStorage | None = None
+) -> Survey:
     """Config and headers of a folder, each tensor matched to its piece of a leaf."""
     if dtype is not None and dtype not in DTYPES:
         raise CloverError(f"dtype is {show(dtype)}: expected one of {', '.join(DTYPES)}, or none")
@@ -139,6 +159,12 @@ def look_through(folder: Path | str, *, dtype: LoadDtype | None = None) -> Surve
     sources, found = _match(reading.config, index)
     specs = named_leaves(param_specs(reading.config))
     problems += found
+    norm_mean = None
+    if not problems:
+        norm_mean = _norm_mean(sources)
+        if norms is None:
+            norms, unclear = _norm_storage(norm_mean)
+            problems += unclear
     report = dataclasses.replace(
         report,
         problems=tuple(problems),
@@ -146,7 +172,8 @@ def look_through(folder: Path | str, *, dtype: LoadDtype | None = None) -> Surve
         prefix="language_model" if _has_level(sources) else "",
         components=sum_components(specs, sources, reading.config),
         casts=_casts(specs, sources),
-        norm_mean=None if problems else _norm_mean(sources),
+        norm_mean=norm_mean,
+        norms=norms,
     )
     return Survey(report, sources, config_json)
 
@@ -211,6 +238,7 @@ def _read(
     sources: list[Source],
     files: MappedFiles,
     pool: concurrent.futures.Executor,
+    plain_norm: bool,
     index: tuple[slice, ...],
 ) -> np.ndarray:
     """A slice of a leaf, in its spec's dtype. What no tensor fills (pruned experts) is zero."""
@@ -237,7 +265,7 @@ def _read(
         target[...] = part
 
     list(pool.map(fill, sources))
-    return out
+    return out - out.dtype.type(1) if plain_norm else out
 
 
 def _to_device(
@@ -310,6 +338,15 @@ def _ignored(index: Index) -> tuple[Ignored, ...]:
         for prefix in IGNORED_PREFIXES
     }
     return tuple(Ignored(p, len(sizes), sum(sizes)) for p, sizes in by_prefix.items() if sizes)
+
+
+def _norm_storage(mean: float) -> tuple[NormStorage | None, list[Problem]]:
+    """Zero-centred weights lie around 0, plain ones around 1; Clover's files may have either."""
+    low, high = UNCLEAR_NORMS
+    if low < mean < high:
+        what = f"their mean is {mean:.3g}; expected about 0 (zero_centred) or about 1 (plain)"
+        return None, [Problem("unclear norms", what)]
+    return ("zero_centred" if mean <= low else "plain" if mean >= high else None), []
 
 
 def _norm_mean(sources: dict[str, list[Source]]) -> float:

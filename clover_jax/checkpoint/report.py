@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from clover_jax.checkpoint.hf_map import NamePrefix
 from clover_jax.checkpoint.json_text import show
@@ -23,8 +23,11 @@ HINTS = {
     "unknown tensor": "a model of another kind?",
     "wrong shape": "config.json of another model?",
     "wrong dtype": "expected F32, BF16 or F16: quantised files cannot be loaded",
+    "unclear norms": "say how they are stored: norms zero_centred (w of 1 + w) or plain",
 }
 SHOWN = 20  # of each kind
+
+type NormStorage = Literal["zero_centred", "plain"]
 
 
 class Problem(NamedTuple):
@@ -74,7 +77,8 @@ class LoadReport:
         components: sizes by kind of weight, as config.json gives them.
         ignored: tensors left out on purpose, by prefix.
         casts: dtype changes while loading.
-        norm_mean: mean over all weights of the zero-centred norms.
+        norm_mean: mean over all weights of the norms that scale by 1 + w.
+        norms: how those are stored: as w, or plain as 1 + w; None where it is not known.
         unknown_config_keys: keys of config.json that nothing reads.
     """
 
@@ -89,6 +93,7 @@ class LoadReport:
     ignored: tuple[Ignored, ...] = ()
     casts: tuple[Cast, ...] = ()
     norm_mean: float | None = None
+    norms: NormStorage | None = None
     unknown_config_keys: tuple[str, ...] = ()
 
     @property
@@ -97,10 +102,9 @@ class LoadReport:
         found = []
         if self.norm_mean is not None and not math.isfinite(self.norm_mean):
             found.append("the norms hold NaN or infinite weights: damaged, or a failed training")
-        elif self.norm_mean is not None and self.norm_mean > 0.5:
+        elif self.norms == "plain":
             found.append(
-                f"the norms that should be stored around 0 have mean {self.norm_mean:.3g}: they "
-                f"look stored plain (around 1), and the model would scale twice"
+                f"the norms are stored plain (mean {self.norm_mean:.3g}): 1 is subtracted in memory"
             )
         if self.unknown_config_keys:
             keys = ", ".join(show(k) for k in self.unknown_config_keys[:SHOWN])

@@ -23,6 +23,7 @@ FolderFloat = Annotated[float | None, _own("FLOAT")]
 FolderInt = Annotated[int | None, _own("INT")]
 OptionalText = Annotated[str | None, _none("TEXT")]
 OptionalFile = Annotated[Path | None, _none("FILE")]
+Norms = Annotated[Literal["zero_centred", "plain"] | None, _none("{zero_centred,plain}")]
 Checkpoint = Annotated[
     Path | None, arg(metavar="DIR", help_behavior_hint="(default: the model in the package)")
 ]
@@ -35,6 +36,7 @@ class ModelFlags:
     Attributes:
         checkpoint: Checkpoint folder (Hugging Face format).
         dtype: Of the weights.
+        norms: How the files store norms that scale by 1 + w; their mean decides if not given.
         max_tokens: The answer is cut there.
         threshold: Reveal every position whose confidence is above it, else the best one.
         temperature: 0 takes the most likely token, above 0 draws.
@@ -57,6 +59,7 @@ class ModelFlags:
 
     checkpoint: Checkpoint = None
     dtype: Annotated[Literal["float32", "bfloat16"] | None, _own("{float32,bfloat16}")] = None
+    norms: Norms = None
     max_tokens: FolderInt = None
     threshold: FolderFloat = None
     temperature: FolderFloat = None
@@ -193,6 +196,7 @@ class Info:
     Attributes:
         folder: Checkpoint folder.
         preset: A named config instead of a folder.
+        norms: How the files store norms that scale by 1 + w; their mean decides if not given.
         json: Print JSON.
     """
 
@@ -201,6 +205,7 @@ class Info:
         arg(metavar="[DIR]", help_behavior_hint="(default: the model in the package)"),
     ] = None
     preset: Annotated[str | None, _none("NAME")] = None
+    norms: Norms = None
     json: Switch = False
 
 
@@ -213,12 +218,14 @@ class CheckpointConvert:
         target: New folder.
         mask_token_id: Row of the mask token; by default the first row that no token uses.
         overwrite: Replace the target if it is a checkpoint folder.
+        norms: How the files store norms that scale by 1 + w; their mean decides if not given.
     """
 
     source: Annotated[Positional[Path], arg(metavar="SRC")]
     target: Annotated[Positional[Path], arg(metavar="DST")]
     mask_token_id: Annotated[int | None, _none("INT")] = None
     overwrite: Switch = False
+    norms: Norms = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ def info(flags: Info) -> int:
         problems, warnings = [], ()
         lines = [f"preset {flags.preset}", *(_component_line(c) for c in components)]
     else:
-        report = checkpoint.inspect(flags.folder or packaged_model())
+        report = checkpoint.inspect(flags.folder or packaged_model(), norms=flags.norms)
         cfg, components, warnings = report.config, report.components, report.warnings
         problems, lines = problem_lines(report.problems), report.lines()
     if flags.json:
@@ -52,6 +52,7 @@ def convert(flags: CheckpointConvert) -> int:
         flags.target,
         mask_token_id=flags.mask_token_id,
         overwrite=flags.overwrite,
+        norms=flags.norms,
     )
     print("\n".join(report.lines()))
     return 0

@@ -94,7 +94,7 @@ def open_session(flags: ModelFlags) -> Session:
     if flags.stop and tokenizer is None:
         raise CloverError(f"--stop needs a tokenizer, and {folder} has no tokenizer.json")
     keep_compiled_programs()
-    cfg, params, _ = checkpoint.load(folder, dtype=flags.dtype)
+    cfg, params, _ = checkpoint.load(folder, dtype=flags.dtype, norms=flags.norms)
     if not flags.coreset:
         cfg = cfg.replace(**{"moe.coreset": None})
     return Session(

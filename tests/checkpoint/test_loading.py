@@ -305,20 +305,40 @@ def test_ignored_tensors_are_counted(tmp_path: Path):
     assert any("mtp." in line and "2 tensors" in line for line in report.lines())
 
 
-def test_norms_stored_plain_are_noticed(tmp_path: Path):
+def shifted_norms(tensors: dict[str, np.ndarray], shift: float) -> dict[str, np.ndarray]:
+    """The same with a shift of the norms that scale by 1 + w, written out by name."""
+    ends = ("model.norm.weight", "layernorm.weight", "q_norm.weight", "k_norm.weight")
+    return {n: t + np.float32(shift) if n.endswith(ends) else t for n, t in tensors.items()}
+
+
+def test_norms_stored_plain_load_as_the_same_model(tmp_path: Path):
+    """The mean decides; the flag decides against it."""
+    cfg = qwen_small(dtype="float32")
+    tensors = tensors_of(cfg, tmp_path / "a")
+    assert inspect(tmp_path / "a").norms == "zero_centred"
+    folder = write_folder(tmp_path / "b", shifted_norms(tensors, 1.0), config_to_hf(cfg))
+    _, params, report = load(folder)
+    assert report.norms == "plain" and "stored plain" in report.warnings[0]
+    for name, want in named_leaves(random_params(cfg)).items():
+        np.testing.assert_allclose(named_leaves(params)[name], want, atol=1e-6, err_msg=name)
+    _, params, _ = load(folder, norms="zero_centred")
+    want = np.asarray(random_params(cfg).norm) + np.float32(1)
+    np.testing.assert_array_equal(params.norm, want)
+
+
+def test_unclear_norms_are_refused_unless_told(tmp_path: Path):
     cfg = qwen_small()
     tensors = tensors_of(cfg, tmp_path / "a")
-    assert abs(inspect(tmp_path / "a").norm_mean or 9) < 0.1
-    plain = {
-        n: t + np.float32(1) if t.ndim == 1 and "norm" in n and "linear_attn" not in n else t
-        for n, t in tensors.items()
-    }
-    report = inspect(write_folder(tmp_path / "b", plain, config_to_hf(cfg)))
-    assert report.problems == () and "stored plain" in report.warnings[0]
-    plain["model.norm.weight"] = np.full(20, np.inf, np.float32)
-    plain["model.layers.0.input_layernorm.weight"] = np.full(20, -np.inf, np.float32)
-    report = inspect(write_folder(tmp_path / "c", plain, config_to_hf(cfg)))
-    assert "NaN" in report.warnings[0]
+    folder = write_folder(tmp_path / "b", shifted_norms(tensors, 0.5), config_to_hf(cfg))
+    with pytest.raises(CloverError, match=r"unclear norms.*zero_centred.*plain.*mean is 0\.5"):
+        load(folder)
+    for norms in ("zero_centred", "plain"):
+        assert load(folder, norms=norms)[2].norms == norms
+    damaged = shifted_norms(tensors, 0.0)
+    damaged["model.norm.weight"] = np.full(20, np.inf, np.float32)
+    damaged["model.layers.0.input_layernorm.weight"] = np.full(20, -np.inf, np.float32)
+    report = inspect(write_folder(tmp_path / "c", damaged, config_to_hf(cfg)))
+    assert "NaN" in report.warnings[0] and report.norms is None
 
 
 def test_unknown_config_keys_are_a_warning(tmp_path: Path):
