@@ -18,7 +18,7 @@ PROMPTS = 8
 MAX_TOKENS = 96
 
 HEADER = (
-    "| variant | batch | first text | tokens/s | forward | TPF | TPF previews | break-even TPF "
+    "| variant | batch | first block | tokens/s | forward | TPF | TPF previews | break-even TPF "
     "| speed-up | of TPF |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 

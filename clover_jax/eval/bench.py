@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.cache import DecodeCache, empty_cache
-from clover_jax.diffusion.generate import Completion, DoneEvent, Generator, Request, TextEvent
+from clover_jax.diffusion.generate import Completion, Generator, Request
 from clover_jax.diffusion.sampler import Canvas, ModelPasses, blank_canvas
 from clover_jax.errors import CloverError
 from clover_jax.model.transformer import prefill
@@ -61,7 +61,7 @@ class Decoding:
         variant: its name.
         batch: rows.
         tokens: of all rows' answers together.
-        first_ms: until the first text of a row: the first block, or the first token in AR mode.
+        first_ms: prefill and decoding until every row has its first block (AR: its first token).
         tokens_per_s: of all rows together, prefill excluded.
         forward_ms: decoding time over the forwards that ran one after the other.
         tpf: tokens of all rows over their forwards.
@@ -192,13 +192,13 @@ def _variant(generator: Generator, variant: Variant) -> Generator:
 def _decode(
     generator: Generator, variant: Variant, requests: Sequence[Request], seen: _Samples
 ) -> None:
-    """Answer once whole, on the device, and once up to the first text."""
+    """Answer once whole, and once up to the first block (token), by the same compiled program."""
     seen.done = generator.complete(requests, mode=variant.mode)
     seen.decode.append(max(c.stats.tokens / c.stats.tokens_per_s for c in seen.done))
+    first = 1 if variant.mode == "ar" else generator.cfg.block_length
+    cut = [dataclasses.replace(r, max_tokens=min(first, r.max_tokens)) for r in requests]
     began = time.perf_counter()
-    for event in generator.stream(requests, mode=variant.mode, driver="block"):
-        if isinstance(event, TextEvent | DoneEvent):
-            break
+    generator.complete(cut, mode=variant.mode)
     seen.first.append(time.perf_counter() - began)
 
 
