@@ -119,7 +119,9 @@ def load(
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for spec, path, target in zip(leaves, named_leaves(specs), targets, strict=True):
             plain = survey.report.norms == "plain" and leaf_kind(path) in ZERO_CENTRED
-            read = functools.partial(_read, spec, survey.sources[path], files, pool, plain)
+            read = functools.partial(
+                read_leaf, spec, survey.sources[path], files=files, pool=pool, plain_norm=plain
+            )
             arrays.append(_to_device(read, spec, target))
     return cfg, jax.tree.unflatten(tree, arrays), survey.report
 
@@ -233,13 +235,14 @@ def _check(piece: Piece, tensor: Tensor) -> list[Problem]:
     return problems
 
 
-def _read(
+def read_leaf(
     spec: ParamSpec,
     sources: list[Source],
+    index: tuple[slice, ...],
+    *,
     files: MappedFiles,
     pool: concurrent.futures.Executor,
     plain_norm: bool,
-    index: tuple[slice, ...],
 ) -> np.ndarray:
     """A slice of a leaf, in its spec's dtype. What no tensor fills (pruned experts) is zero."""
     low, high = zip(

@@ -76,6 +76,10 @@ def _run(argv: list[str]) -> int:
             from clover_jax.cli.info import convert
 
             return convert(command)
+        case commands.CheckpointExport():
+            from clover_jax.cli.info import export
+
+            return export(command)
         case commands.TrainPretrain() | commands.TrainConvert():
             from clover_jax.cli.train import train
 

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import FlagCreatePairsOff, Positional, Suppress, UseAppendAction, arg, subcommand
+from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg, subcommand
 
 # A flag without a --no- twin.
 Switch = Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")]
@@ -229,6 +229,27 @@ class CheckpointConvert:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointExport:
+    """Write the causal trunk of a folder as a GGUF file, which llama.cpp runs.
+
+    The file holds no tokenizer (ids in, ids out), and nothing of the block operator.
+
+    Attributes:
+        source: Qwen3.6 or Clover folder.
+        gguf: File to write.
+        type: Of the matrices; everything else is float32.
+        norms: How the files store norms that scale by 1 + w; their mean decides if not given.
+        overwrite: Replace the file if it exists.
+    """
+
+    source: Annotated[Positional[Path], arg(metavar="DIR")]
+    gguf: Annotated[Path, arg(metavar="FILE")]
+    type: Literal["f32", "bf16", "q8_0"] = "f32"
+    norms: Norms = None
+    overwrite: Switch = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFlags:
     """A training run. The same command resumes a run that was interrupted.
 
@@ -286,10 +307,10 @@ class TrainConvert(RunFlags):
     calibration_steps: int = 60
 
 
-# A group of one command needs a second member, which is not shown.
 _CheckpointCommands = (
-    Annotated[CheckpointConvert, subcommand("convert")] | Annotated[None, Suppress]
-)
+    Annotated[CheckpointConvert, subcommand("convert")]
+    | Annotated[CheckpointExport, subcommand("export")]
+)  # fmt: skip
 _TrainCommands = (
     Annotated[TrainPretrain, subcommand("pretrain")]
     | Annotated[TrainConvert, subcommand("convert")]

@@ -1,4 +1,4 @@
-"""`clover info` and `clover checkpoint convert`."""
+"""`clover info`, `clover checkpoint convert` and `clover checkpoint export`."""
 
 import collections
 import dataclasses
@@ -9,9 +9,10 @@ import msgspec
 
 from clover_jax import checkpoint
 from clover_jax.cache import bytes_per_row, bytes_per_token
+from clover_jax.checkpoint.gguf_export import export_gguf
 from clover_jax.checkpoint.loading import sum_components
 from clover_jax.checkpoint.report import Component, problem_lines
-from clover_jax.cli.commands import CheckpointConvert, Info
+from clover_jax.cli.commands import CheckpointConvert, CheckpointExport, Info
 from clover_jax.cli.session import packaged_model
 from clover_jax.config import ModelConfig
 from clover_jax.errors import CloverError
@@ -55,6 +56,17 @@ def convert(flags: CheckpointConvert) -> int:
         norms=flags.norms,
     )
     print("\n".join(report.lines()))
+    return 0
+
+
+def export(flags: CheckpointExport) -> int:
+    """Writes a GGUF file and prints what is in it; returns the exit status."""
+    report = export_gguf(
+        flags.source, flags.gguf, type=flags.type, norms=flags.norms, overwrite=flags.overwrite
+    )
+    print(f"wrote {report.path}: {report.tensors} tensors, {report.path.stat().st_size:,} bytes")
+    if report.left_out:
+        print(f"left out: {report.left_out} tensors of the block operator")
     return 0
 
 
