@@ -125,8 +125,8 @@ def export_gguf(
         overwrite: replace the target if it exists.
 
     Raises:
-        CloverError: the folder cannot be loaded, experts are pruned, the target is in the way, or
-            the package `gguf` is missing.
+        CloverError: the folder cannot be loaded, experts are pruned, the target is in the way or
+            cannot be written, or the package `gguf` is missing.
     """
     try:
         import gguf
@@ -167,6 +167,8 @@ def export_gguf(
                 writer.write_tensor_data(gguf.quantize(data, kind(name, data.shape)))
         writer.close()
         building.replace(target)
+    except OSError as error:
+        raise CloverError(f"{target} cannot be written: {error}") from None
     finally:
         building.unlink(missing_ok=True)
     left_out = sum(

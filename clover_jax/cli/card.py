@@ -24,6 +24,9 @@ def card(flags: Card) -> int:
         if not sign or not name:
             raise CloverError(f"--run is {text!r}: expected NAME=DIR, the folder of a training run")
         runs[name] = Path(folder)
+    card_report.require_pyplot()  # before hours of measuring
+    if flags.out.exists() and not flags.out.is_dir():
+        raise CloverError(f"{flags.out} is a file: choose a folder for the card's figures")
     config = CardConfig(
         n=flags.n, frontier_n=flags.frontier_n, replay_n=flags.replay_n, split=flags.split,
         batch=flags.batch,

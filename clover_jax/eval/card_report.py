@@ -163,21 +163,30 @@ def _experts(cells: Mapping[str, Any]) -> str:
     return _table(["layer", "least used", "most used", "effective experts (e^entropy)"], rows)
 
 
+def require_pyplot() -> Any:
+    """Matplotlib without a screen.
+
+    Raises:
+        CloverError: it is not installed.
+    """
+    try:
+        import matplotlib
+        from matplotlib import pyplot
+    except ImportError:
+        raise CloverError(
+            "pictures need matplotlib: install clover-jax with its extra `experiments`"
+        ) from None
+    matplotlib.use("agg")
+    return pyplot
+
+
 def plot(cells: Mapping[str, Any], runs: Mapping[str, Path], out: Path) -> list[Path]:
     """`frontier.png`, `experts.png` and, for run folders by name, `loss.png`.
 
     Raises:
         CloverError: matplotlib is missing, or a run has no log.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise CloverError(
-            "pictures need matplotlib: install clover-jax with its extra `experiments`"
-        ) from None
+    pyplot = require_pyplot()
     drawn = []
     if runs:
         figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")

@@ -155,6 +155,6 @@ def test_refusals(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full_disk)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(CloverError, match="cannot be written: no space"):
         export_gguf(small, tmp_path / "half.gguf")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf", "pruned"]

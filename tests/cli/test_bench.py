@@ -75,6 +75,13 @@ REFUSALS = {
 }
 
 
+def test_a_file_in_the_way_of_a_card(clover: Clover, tmp_path: Path):
+    (tmp_path / "card").write_text("mine")
+    ran = clover("card", "--out", tmp_path / "card")
+    assert (ran.status, ran.out) == (2, "") and "is a file" in ran.err
+    assert (tmp_path / "card").read_text() == "mine"
+
+
 @pytest.mark.parametrize(("arguments", "said"), REFUSALS.values(), ids=REFUSALS)
 def test_refusals(arguments, said, clover: Clover, monkeypatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)
