@@ -55,7 +55,7 @@ def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_args: object, **_options: object) -> None:
         raise AssertionError("something was allocated")
 
-    monkeypatch.setattr(loading, "_read", refuse)
+    monkeypatch.setattr(loading, "read_leaf", refuse)
     monkeypatch.setattr(jax, "device_put", refuse)
     monkeypatch.setattr(jax, "make_array_from_callback", refuse)
 
@@ -257,14 +257,14 @@ def test_slices_under_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     params = random_params(cfg)
     specs = param_specs(cfg)
     shapes: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
-    read = loading._read
+    read = loading.read_leaf
 
-    def watched(spec, *rest):
-        array = read(spec, *rest)
+    def watched(spec, *rest, **options):
+        array = read(spec, *rest, **options)
         shapes.setdefault(spec.shape, set()).add(array.shape)
         return array
 
-    monkeypatch.setattr(loading, "_read", watched)
+    monkeypatch.setattr(loading, "read_leaf", watched)
     for layout in ("fused", "per_expert"):
         folder = tmp_path / layout
         save(folder, cfg, params, layout=layout)
