@@ -50,7 +50,7 @@ CONFIG_FILE = "config.json"
 
 type LoadDtype = Literal["float32", "bfloat16"]
 
-# Means of the norms' weights that no trained model of either storage is known to have.
+# Means of the norms' weights that could be of either storage.
 UNCLEAR_NORMS = (0.35, 0.65)
 
 

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
@@ -31,13 +30,10 @@ from clover_jax.cli.session import (
     stats_line,
 )
 from clover_jax.data.chat import render_chat, split_thinking, thinking_state, tokenize_prompt
-from clover_jax.diffusion.generate import Completion, Event, Generator
+from clover_jax.diffusion.generate import Completion, Event, Generator, compiled_prefill
 from clover_jax.errors import CloverError
-from clover_jax.model.transformer import prefill
 
 KEPT = 4  # cached prefixes; each takes the memory of the whole context
-
-_prefill = jax.jit(prefill, static_argnames=("chunk", "cfg", "env"), donate_argnames=("cache",))
 
 
 def chat(flags: Chat) -> int:
@@ -202,7 +198,7 @@ def _extend(generator: Generator, ids: list[int], cache: DecodeCache) -> DecodeC
     width = chunk << (-(-len(ids) // chunk) - 1).bit_length()
     tokens = np.zeros((1, width), np.int32)
     tokens[0, : len(ids)] = ids
-    return _prefill(
+    return compiled_prefill(
         generator.params,
         jnp.asarray(tokens),
         jnp.asarray([len(ids)], jnp.int32),

@@ -94,7 +94,7 @@ def make_batch(
         pad_weight: loss weight of the pads after the stop (the stop itself has 1); small, since
             full-weight padding teaches a model to end early.
         complementary: every block twice, the second time with the other positions masked, so that
-            one clean pass serves a prediction of every token (LLaDA 2.0's complementary masks).
+            one clean pass serves a prediction of every token (Fast-dLLM v2's complementary masks).
     """
     rows = len(examples)
     tokens = np.full((rows, time), pad_id, np.int32)

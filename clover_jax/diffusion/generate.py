@@ -27,6 +27,10 @@ from clover_jax.model.transformer import Params, prefill, unstack
 FINISH_REASONS = ("", "stop", "length", "error")  # by sampler.RUNNING, STOP, LENGTH, ERROR
 type Driver = Literal["full", "block", "step"]
 
+compiled_prefill = jax.jit(
+    prefill, static_argnames=("chunk", "cfg", "env"), donate_argnames=("cache",)
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
@@ -187,9 +191,6 @@ class Generator:
         self.fuse_commit = fuse_commit
         self.margins = margins
         self.rules = _rules(cfg, tokenizer)
-        self._prefill = jax.jit(
-            prefill, static_argnames=("chunk", "cfg", "env"), donate_argnames=("cache",)
-        )
 
     def variant(
         self, *, cfg: ModelConfig | None = None, fuse_commit: bool | None = None
@@ -338,7 +339,7 @@ class Generator:
             rest = request.prompt[reused:]
             tokens[row, : len(rest)] = rest
             n_valid[row] = len(rest)
-        cache = self._prefill(
+        cache = compiled_prefill(
             self.params,
             jnp.asarray(tokens),
             jnp.asarray(n_valid),

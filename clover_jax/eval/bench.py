@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.cache import DecodeCache, empty_cache
-from clover_jax.diffusion.generate import Completion, Generator, Request
+from clover_jax.diffusion.generate import Completion, Generator, Request, compiled_prefill
 from clover_jax.diffusion.sampler import Canvas, ModelPasses, blank_canvas
 from clover_jax.errors import CloverError
-from clover_jax.model.transformer import prefill
 
 PREFILL_TOKENS = 512
 PASS_REPEATS = 5  # of a single pass per round: one is too short for the clock
@@ -134,7 +133,7 @@ def bench(
         progress: called with a line about what runs.
 
     Raises:
-        CloverError: a model without blocks, no request, or numbers below 1.
+        CloverError: a model without blocks, no request, numbers below 1, or answers of one token.
     """
     if generator.cfg.bd_gdn is None:
         raise CloverError(
@@ -194,6 +193,11 @@ def _decode(
 ) -> None:
     """Answer once whole, and once up to the first block (token), by the same compiled program."""
     seen.done = generator.complete(requests, mode=variant.mode)
+    if not max(c.stats.forwards for c in seen.done):
+        raise CloverError(
+            f"{variant.name}: the answers took no forward pass, so there is nothing to time: allow "
+            "more tokens, or take another model"
+        )
     seen.decode.append(max(c.stats.tokens / c.stats.tokens_per_s for c in seen.done))
     first = 1 if variant.mode == "ar" else generator.cfg.block_length
     cut = [dataclasses.replace(r, max_tokens=min(first, r.max_tokens)) for r in requests]
@@ -235,7 +239,7 @@ def _time_passes(generator: Generator, requests: Sequence[Request]) -> dict[str,
     full = jnp.full((rows,), PREFILL_TOKENS, jnp.int32)
     empty = jax.block_until_ready(empty_cache(cfg, rows, capacity))
     began = time.perf_counter()
-    cache = _PREFILL(
+    cache = compiled_prefill(
         params, prompt, full, empty, chunk=generator.prefill_chunk, cfg=cfg, env=env
     )  # fmt: skip
     jax.block_until_ready(cache)
@@ -259,9 +263,6 @@ def _time_passes(generator: Generator, requests: Sequence[Request]) -> dict[str,
             jax.block_until_ready((cache, logits))
         out[name] = 1e3 * (time.perf_counter() - began) / PASS_REPEATS
     return out
-
-
-_PREFILL = jax.jit(prefill, static_argnames=("chunk", "cfg", "env"), donate_argnames=("cache",))
 
 
 def _jit(function: Any) -> Any:

@@ -119,7 +119,7 @@ class Cell:
     @property
     def tpf(self) -> float:
         """Tokens over all forwards."""
-        return sum(self.tokens) / self.forwards
+        return sum(self.tokens) / max(self.forwards, 1)
 
     @property
     def tpf_previews(self) -> float | None:
@@ -192,14 +192,10 @@ def _load(folder: Path) -> Generator:
     return Generator(cfg, params, tokenizer=Tokenizer.load(folder), env=Env(rows="batched"))
 
 
-def _with_block(generator: Generator, block: int) -> Generator:
-    return generator.variant(cfg=generator.cfg.replace(block_length=block))
-
-
 def _answers(arm: Arm, task: str, n: int, threshold: float, config: CardConfig) -> _Job:
     def job(generator: Generator) -> Any:
         answers = answer(
-            _with_block(generator, arm.block),
+            generator.variant(cfg=generator.cfg.replace(block_length=arm.block)),
             tasks.eval_set(task, config.split, n),
             thinking=thinks(task),
             mode=arm.mode,

@@ -24,14 +24,14 @@ from clover_jax.config import ModelConfig
 from clover_jax.data import tasks
 from clover_jax.data.pipeline import to_example
 from clover_jax.data.tokenizer import Tokenizer
-from clover_jax.diffusion.generate import Generator
+from clover_jax.diffusion.generate import Generator, compiled_prefill
 from clover_jax.diffusion.penalties import forbid
 from clover_jax.diffusion.reveal import reveal_mask
 from clover_jax.diffusion.sampler import Rules
 from clover_jax.diffusion.stop import block_finished, candidates, first_position, first_stop
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
-from clover_jax.model.transformer import Params, prefill, preview
+from clover_jax.model.transformer import Params, preview
 
 Rule = Literal["threshold", "oracle"]
 
@@ -154,7 +154,7 @@ def _run(
         reference[r, : len(b.tokens)] = b.tokens
     n_prefix = jnp.asarray([len(b.prefix) for b in blocks], jnp.int32)
     n_tokens = jnp.asarray([len(b.tokens) for b in blocks], jnp.int32)
-    cache = _PREFILL(
+    cache = compiled_prefill(
         generator.params, jnp.asarray(prefix), n_prefix, empty_cache(cfg, rows, width + block),
         chunk=PREFIX_BUCKET, cfg=cfg, env=env,
     )  # fmt: skip
@@ -169,9 +169,6 @@ def _run(
         if not running:
             break
     return found
-
-
-_PREFILL = jax.jit(prefill, static_argnames=("chunk", "cfg", "env"), donate_argnames=("cache",))
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "cfg", "env"))

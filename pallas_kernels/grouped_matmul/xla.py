@@ -2,7 +2,7 @@
 
 The loop reads the weights of touched experts only, which is what a forward pass of few rows is
 bound by. A differentiated call has many rows in every tile: there the gathered weights are small
-beside the rows, and the batched form takes about half the time, forward and backward.
+beside the rows, and one batched matmul does without the loop's many small operations.
 """
 
 import jax

@@ -228,7 +228,7 @@ BAD_ROPE = [
 @pytest.mark.parametrize("change", BAD_ROPE, ids=str)
 def test_bad_rope(change: dict[str, Any]):
     rope = {**PUBLISHED["rope_parameters"], **change}
-    error(published(rope_parameters=rope))
+    assert error(published(rope_parameters=rope))
 
 
 UNSUPPORTED = [
@@ -302,7 +302,7 @@ def test_all_wrong_values_are_named_at_once():
 
 @pytest.mark.parametrize("root", [None, [], "config", 3, True, {}, {"text_config": []}], ids=str)
 def test_not_a_config(root: object):
-    error(root)
+    assert error(root)
 
 
 def clover_json(**clover: Any) -> dict[str, Any]:
