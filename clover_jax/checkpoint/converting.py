@@ -5,13 +5,19 @@ time, so the 69 GB of the 35B model need a few GB of memory.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from clover_jax.checkpoint.config_map import TOKEN_ID_KEYS, config_to_hf
+from clover_jax.checkpoint.config_map import (
+    CLOVER_KEYS,
+    TOKEN_ID_KEYS,
+    config_from_hf,
+    config_to_hf,
+)
 from clover_jax.checkpoint.hf_map import BLOCK_DIFFUSION, NamePrefix, leaf_kind, pieces, with_prefix
 from clover_jax.checkpoint.json_text import parse, show
 from clover_jax.checkpoint.loading import CONFIG_FILE, Source, look_through
@@ -75,6 +81,7 @@ def convert(
     mask_token_id: int | None = None,
     overwrite: bool = False,
     norms: NormStorage | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> ConvertReport:
     """Writes a Clover folder with the weights of a Qwen3.6 folder.
 
@@ -89,10 +96,12 @@ def convert(
             the first row that no token uses.
         overwrite: replace the target if it is a checkpoint folder.
         norms: as for `load`; the tensors are copied as they are.
+        settings: what differs from the preset's block operator, by its path under `clover` in
+            config.json: {"logits_position": "shifted", "bd_gdn.right_conv": False}.
 
     Raises:
         CloverError: the source cannot be loaded or is Clover already, there is no row for the mask
-            token, or the target is in the way.
+            token, no such setting, or the target is in the way.
     """
     source, target = Path(source), Path(target)
     survey = look_through(source, norms=norms)
@@ -105,6 +114,7 @@ def convert(
     cfg = base.replace(
         bd_gdn=preset.bd_gdn, mask_token_id=mask, **{"moe.coreset": preset.moe.coreset}
     )
+    cfg = _with_settings(cfg, settings or {})
     used = base.vocab_size if tokenizer is None else tokenizer.vocab_size
     files = MappedFiles()
     old = [
@@ -121,6 +131,26 @@ def convert(
             _add_mask_token(building, mask)
             named = True
     return ConvertReport(target, cfg, named, len(old), len(new), survey.report.ignored)
+
+
+def _with_settings(cfg: ModelConfig, settings: Mapping[str, Any]) -> ModelConfig:
+    content = config_to_hf(cfg)
+    for path, value in settings.items():
+        *parents, name = path.split(".")
+        section = content["clover"]
+        for parent in parents:
+            section = section.get(parent) if isinstance(section, dict) else None
+        if not isinstance(section, dict) or name not in section or path == "mask_token_id":
+            known = [key for key in CLOVER_KEYS if key != "mask_token_id"]
+            raise CloverError(
+                f"setting {path}={show(value)} is unknown: expected one of {', '.join(known)}, "
+                "or a field of the last two, such as bd_gdn.right_conv"
+            )
+        section[name] = value
+    changed = config_from_hf(content)
+    if changed.bd_gdn is None:
+        raise CloverError("setting bd_gdn is null, but a Clover folder has a block operator")
+    return changed
 
 
 def _mask_id(

@@ -219,6 +219,7 @@ class CheckpointConvert:
         mask_token_id: Row of the mask token; by default the first row that no token uses.
         overwrite: Replace the target if it is a checkpoint folder.
         norms: How the files store norms that scale by 1 + w; their mean decides if not given.
+        set: Switch of the block operator, as in config.json under clover: bd_gdn.right_conv=false.
     """
 
     source: Annotated[Positional[Path], arg(metavar="SRC")]
@@ -226,6 +227,7 @@ class CheckpointConvert:
     mask_token_id: Annotated[int | None, _none("INT")] = None
     overwrite: Switch = False
     norms: Norms = None
+    set: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY=VALUE")] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

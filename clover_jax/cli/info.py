@@ -54,9 +54,21 @@ def convert(flags: CheckpointConvert) -> int:
         mask_token_id=flags.mask_token_id,
         overwrite=flags.overwrite,
         norms=flags.norms,
+        settings=dict(_setting(text) for text in flags.set),
     )
     print("\n".join(report.lines()))
     return 0
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """KEY=VALUE with a JSON value, or a bare word for a string."""
+    key, sign, value = text.partition("=")
+    if not sign:
+        raise CloverError(f"--set is {text!r}: expected KEY=VALUE, such as logits_position=shifted")
+    try:
+        return key, msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        return key, value
 
 
 def export(flags: CheckpointExport) -> int:

@@ -234,6 +234,36 @@ def test_what_cannot_be_converted(source: Path, tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
+def test_settings(source: Path, tmp_path: Path):
+    settings = {"logits_position": "shifted", "bd_gdn.right_conv": False, "coreset.top_p": 0.5}
+    report = convert(source, tmp_path / "out", settings=settings)
+    cfg, _, _ = load(tmp_path / "out")
+    assert cfg == report.config
+    assert (cfg.logits_position, cfg.moe.coreset) == ("shifted", CoresetConfig(top_p=0.5))
+    assert cfg.bd_gdn == BDGDNConfig(right_conv=False)
+    assert convert(source, tmp_path / "none", settings={"coreset": None}).config.moe.coreset is None
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "fragment"),
+    [
+        ("logits_positions", "same", "expected one of block_length"),
+        ("mask_token_id", 3, "expected one of block_length"),
+        ("bd_gdn.rightconv", True, "bd_gdn.right_conv"),
+        ("bd_gdn.right_conv.x", True, "expected one of"),
+        ("hidden_size", 8, "hidden_size"),
+        ("logits_position", "next", "shifted"),
+        ("block_length", "many", "block_length"),
+        ("coreset.top_p", 1.5, "share"),
+        ("bd_gdn", None, "bd_gdn"),
+    ],
+)
+def test_wrong_settings(path: str, value: Any, fragment: str, source: Path, tmp_path: Path):
+    with pytest.raises(CloverError, match=fragment):
+        convert(source, tmp_path / "out", settings={path: value})
+    assert not (tmp_path / "out").exists()
+
+
 def test_in_place(source: Path):
     convert(source, source, overwrite=True)
     assert load(source)[0].mask_token_id == SPARE

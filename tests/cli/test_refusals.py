@@ -116,6 +116,7 @@ def test_wrong_input(clover: Clover, model: Path, stdin: bytes, fragment: str):
         ("checkpoint convert", "SRC"),
         ("checkpoint convert nowhere target", "nowhere"),
         ("checkpoint convert a b c", "c"),
+        ("checkpoint convert a b --set c", "KEY=VALUE"),
         ("info nowhere", "nowhere"),
         ("info --preset clover_huge", "clover_huge"),
         ("info folder --preset clover_tiny", "choose one"),
