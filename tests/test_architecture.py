@@ -15,7 +15,7 @@ LAYERS = [
     ("clover_jax.model",),
     ("clover_jax.data", "clover_jax.checkpoint"),
     ("clover_jax.diffusion",),
-    ("clover_jax.train", "clover_jax.serve", "clover_jax.eval"),
+    ("clover_jax.train", "clover_jax.serve", "clover_jax.eval", "clover_jax.verify"),
     ("clover_jax.cli",),
 ]  # fmt: skip
 # The pipeline lays batches out with the diffusion package's noise, and data is below it otherwise.

@@ -72,6 +72,14 @@ def _run(argv: list[str]) -> int:
             from clover_jax.cli.info import info
 
             return info(command)
+        case commands.Verify():
+            from clover_jax.cli.verify import verify
+
+            return verify(command)
+        case commands.Logits():
+            from clover_jax.cli.verify import logits
+
+            return logits(command)
         case commands.CheckpointConvert():
             from clover_jax.cli.info import convert
 

@@ -210,6 +210,79 @@ class Info:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Verify:
+    """How far our numbers are from another implementation's, layer by layer; 1 past the limits.
+
+    Attributes:
+        folder: Checkpoint folder.
+        against: transformers' causal path, the torch oracle of a preview or of a training step,
+            llama.cpp on an export of the causal trunk, or a trace that someone wrote.
+        oracle_python: Python that has torch and transformers.
+        golden: Trace to compare with, as `clover logits --taps` or an oracle writes it.
+        dtype: Of the weights and of both sides' computation.
+        norms: How the files store norms that scale by 1 + w; their mean decides if not given.
+        precision: Of our matmuls.
+        length: Random tokens of a row.
+        rows: Rows of random tokens.
+        seed: Of the random tokens.
+        prompt: Text instead of random tokens.
+        token_ids: Ids instead of random tokens.
+        positions_from: First position whose logits are compared.
+        continuation: Greedy tokens after the rows (hf only).
+        threshold: Of the reveal rule (torch-preview only).
+        gguf_type: Of the exported matrices (llama.cpp only).
+        png: Heat map of layer by tap.
+        json: Print JSON.
+    """
+
+    folder: Annotated[Positional[Path], arg(metavar="DIR")]
+    against: Literal["hf", "torch-preview", "torch-training", "llama.cpp", "golden"]
+    oracle_python: Annotated[
+        Path | None, arg(metavar="FILE", help_behavior_hint="(default: .venv-oracle/bin/python)")
+    ] = None
+    golden: OptionalFile = None
+    dtype: Annotated[Literal["float32", "bfloat16"], arg(metavar="{float32,bfloat16}")] = "float32"
+    norms: Norms = None
+    precision: Literal["highest", "default"] = "highest"
+    length: int = 128
+    rows: int = 1
+    seed: int = 0
+    prompt: OptionalText = None
+    token_ids: OptionalText = None
+    positions_from: int = 0
+    continuation: int = 16
+    threshold: float = 0.95
+    gguf_type: Literal["f32", "bf16", "q8_0"] = "f32"
+    png: OptionalFile = None
+    json: Switch = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Logits:
+    """Write our logits for given tokens as a safetensors file, for anyone to compare.
+
+    Attributes:
+        folder: Checkpoint folder.
+        token_ids: Such as "3 5 7".
+        out: File to write.
+        taps: Also write every layer's inner tensors.
+        dtype: Of the weights.
+        norms: How the files store norms that scale by 1 + w; their mean decides if not given.
+        precision: Of the matmuls.
+        positions_from: First position whose logits are written.
+    """
+
+    folder: Annotated[Positional[Path], arg(metavar="DIR")]
+    token_ids: Annotated[str, arg(metavar="TEXT")]
+    out: Annotated[Path, arg(metavar="FILE")]
+    taps: Switch = False
+    dtype: Annotated[Literal["float32", "bfloat16"] | None, _own("{float32,bfloat16}")] = None
+    norms: Norms = None
+    precision: Literal["highest", "default"] = "highest"
+    positions_from: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConvert:
     """Turn a Qwen3.6 folder into a Clover folder: the start of a training.
 
@@ -324,6 +397,8 @@ COMMANDS: Any = (
     | Annotated[Bench, subcommand("bench")]
     | Annotated[Card, subcommand("card")]
     | Annotated[Info, subcommand("info")]
+    | Annotated[Verify, subcommand("verify")]
+    | Annotated[Logits, subcommand("logits")]
     | Annotated[_CheckpointCommands, subcommand("checkpoint", description="Rewrite folders.")]
     | Annotated[_TrainCommands, subcommand("train", description="Train models.")]
 )  # fmt: skip

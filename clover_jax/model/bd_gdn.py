@@ -107,7 +107,7 @@ def _one_block(
 ) -> tuple[Array, Array]:
     switches = cfg.bd_gdn
     assert switches is not None
-    q, k, v = split_heads(_block_conv(p, prefix.ring, inputs.qkv, switches), cfg)
+    q, k, v = split_heads(block_conv(p, prefix.ring, inputs.qkv, switches), cfg)
     scaled_q = q * jnp.float32(cfg.delta.key_head_dim**-0.5)
     if switches.operator in ("causal", "two_direction"):
         run: Any = functools.partial(
@@ -152,12 +152,13 @@ def _one_block(
     return (o + read if switches.operator == "added" else o), share
 
 
-def _block_conv(
+def block_conv(
     p: GDNParams,
     ring: Float[Array, "rows taps channels"],
     block: Float[Array, "rows block channels"],
     switches: BDGDNConfig,
 ) -> Float[Array, "rows block channels"]:
+    """The convolution before SiLU: the base's taps over ring and block, and the taps ahead."""
     out = causal_conv(jnp.concatenate([ring, block], axis=1), p.conv1d)
     if not switches.right_conv:
         return out

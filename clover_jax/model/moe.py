@@ -128,9 +128,7 @@ def route(
 ) -> tuple[Routing, RouterStats]:
     """Top-k experts of every position; see `moe` for the arguments."""
     m = cfg.moe
-    logits = jnp.matmul(x.astype(jnp.float32), p.gate, precision=lax.Precision.HIGHEST)
-    if allowed is not None:
-        logits = jnp.where(allowed[None, None], logits, -jnp.inf)
+    logits = router_logits(p, x, allowed)
     probs = jax.nn.softmax(logits, axis=-1)
     expert, margin = _top_k(logits, m.top_k)
     keep = valid[..., None] & jnp.isfinite(logits)
@@ -161,6 +159,14 @@ def route(
         coreset_margin=coreset_margin,
     )
     return Routing(expert, weight), stats
+
+
+def router_logits(
+    p: MoEParams, x: Float[Array, "rows time width"], allowed: Bool[Array, " experts"] | None
+) -> Float[Array, "rows time experts"]:
+    """Float32, -inf at experts that do not exist."""
+    logits = jnp.matmul(x.astype(jnp.float32), p.gate, precision=lax.Precision.HIGHEST)
+    return logits if allowed is None else jnp.where(allowed[None, None], logits, -jnp.inf)
 
 
 def _top_k(

@@ -104,7 +104,7 @@ def apply_stack(
         env: rematerialisation and implementation choices.
         taps: also return every GDN layer's values before the gated norm.
     """
-    existing = _existing_experts(cfg)
+    existing = existing_experts(cfg)
     if existing is not None:
         allowed = existing if allowed is None else existing & allowed
     if isinstance(layers, tuple):
@@ -187,8 +187,8 @@ def _unrolled(
     )
 
 
-def _existing_experts(cfg: ModelConfig) -> Array | None:
-    """Pruned checkpoints: layer l has the first `experts_per_layer[l]` ids."""
+def existing_experts(cfg: ModelConfig) -> Array | None:
+    """bool [layers, experts] of a pruned checkpoint: the first `experts_per_layer[l]` ids exist."""
     if cfg.moe.experts_per_layer is None:
         return None
     counts = np.asarray(cfg.moe.experts_per_layer)

@@ -17,8 +17,8 @@ from clover_jax.env import Env
 from clover_jax.errors import CloverError
 from clover_jax.model.transformer import CleanInput, Params, forward, unembed
 from clover_jax.presets import clover_nano
+from clover_jax.verify.llama import llama_logits
 from tests.checkpoint.folders import clover_small, random_params
-from tests.helpers.llama import llama_logits
 
 # Groups of three value heads, a rotary width that is no multiple of six, 32-blocks for q8_0.
 SMALL = clover_nano().replace(

@@ -1,25 +1,17 @@
-"""Every numerical limit of the suite, and the comparison that reads it.
-
-Loosening a limit is its own commit with the reason in its message.
-"""
+"""Comparisons of the suite; every numerical limit is in `clover_jax/verify/limits.py`."""
 
 import numpy as np
 
-# Relative RMS error, ||got - want|| / ||want||.
-RELATIVE_RMS = {
-    "op": 1e-6,
-    "layer": 5e-6,
-    "hidden": 1e-5,
-    "gradient": 1e-5,
-}
-# Largest absolute difference.
+from clover_jax.verify.limits import LIMITS, TOP1_MARGIN, relative_rms
+
+__all__ = ["KL", "TOP1_MARGIN", "assert_close"]
+
+KL = LIMITS["float32"].kl
 MAX_ABS = {
-    "logits": 1e-4,
+    "logits": LIMITS["float32"].logits,
     "rows_batched": 1e-4,
     "continuation": 1e-5,
 }
-KL = 1e-8
-TOP1_MARGIN = 1e-3  # top-1 must agree wherever the two best logits are further apart
 
 
 def assert_close(kind: str, name: str, got: object, want: object) -> None:
@@ -27,9 +19,8 @@ def assert_close(kind: str, name: str, got: object, want: object) -> None:
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, f"{name}: shape {got.shape}, expected {want.shape}"
     assert np.isfinite(got).all(), f"{name}: not finite"
-    if kind in RELATIVE_RMS:
-        error = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
-        limit = RELATIVE_RMS[kind]
-    else:
+    if kind in MAX_ABS:
         error, limit = np.abs(got - want).max(initial=0), MAX_ABS[kind]
+    else:
+        error, limit = relative_rms(got, want), getattr(LIMITS["float32"], kind)
     assert error <= limit, f"{name}: {kind} error {error:.2e} is over its limit {limit:.0e}"

@@ -1,0 +1,214 @@
+"""`clover verify` and `clover logits`."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from clover_jax import checkpoint
+from clover_jax.cli.commands import Logits, Verify
+from clover_jax.cli.compiled import keep_compiled_programs
+from clover_jax.cli.session import parse_token_ids
+from clover_jax.config import ModelConfig
+from clover_jax.data.tokenizer import Tokenizer
+from clover_jax.diffusion.corrupt import Example, make_batch
+from clover_jax.diffusion.loss import LossConfig
+from clover_jax.errors import CloverError
+from clover_jax.model.transformer import Params
+from clover_jax.verify.causal import compare_causal, our_trace, versions
+from clover_jax.verify.compare import Report
+from clover_jax.verify.limits import LIMITS
+from clover_jax.verify.llama import llama_trace
+from clover_jax.verify.oracle import run_oracle
+from clover_jax.verify.preview import compare_preview, compare_training
+from clover_jax.verify.report_text import draw, tables
+from clover_jax.verify.trace import Tensors, read_trace, write_trace
+
+ORACLE = ".venv-oracle/bin/python"
+MASKED_SHARE = 0.6  # of a preview's block
+
+
+def verify(flags: Verify) -> int:
+    """Prints how far both sides are apart; 1 if that is past the limits."""
+    _check(flags)
+    keep_compiled_programs()
+    cfg, params, _ = checkpoint.load(flags.folder, dtype=flags.dtype, norms=flags.norms)
+    clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+    tell = lambda line: print(clear + line, end="" if clear else "\n", file=sys.stderr, flush=True)
+    report = _compare(flags, cfg, params, tell)
+    print(clear, end="", file=sys.stderr)
+    if flags.png is not None:
+        draw(report, flags.png)
+    if flags.json:
+        print(json.dumps({**dataclasses.asdict(report), "ok": report.ok}))
+    else:
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+        for part in tables(report):
+            console.print(part)
+    return 0 if report.ok else 1
+
+
+def _check(flags: Verify) -> None:
+    if not flags.folder.is_dir():
+        raise CloverError(f"{flags.folder} is not a folder: expected a checkpoint folder")
+    for name, least in (("length", 0 if flags.against == "torch-preview" else 1), ("rows", 1),
+                        ("positions_from", 0), ("continuation", 0)):  # fmt: skip
+        value = getattr(flags, name)
+        if value < least:
+            flag = name.replace("_", "-")
+            raise CloverError(f"--{flag} is {value}: expected at least {least}")
+    if (flags.against == "golden") != (flags.golden is not None):
+        raise CloverError("--golden FILE goes with --against golden, and only with it")
+
+
+def _compare(flags: Verify, cfg: ModelConfig, params: Params, tell: Any) -> Report:
+    if flags.against == "golden":
+        assert flags.golden is not None
+        theirs, about = read_trace(flags.golden)
+        _check_ids(np.asarray(theirs["ids"]), cfg, str(flags.golden))
+    else:
+        tell("the other side runs")
+        theirs, about = other_side(flags, cfg)
+    common: dict[str, Any] = {"precision": flags.precision}
+    try:
+        if "train.loss" in theirs:
+            return compare_training(cfg, params, theirs, about, loss=LossConfig(), **common)
+        common["progress"] = tell
+        if "preview.embed" in theirs:
+            return compare_preview(cfg, params, theirs, about, threshold=flags.threshold, **common)
+        kind = f"llama.cpp {flags.gguf_type}" if flags.against == "llama.cpp" else cfg.dtype
+        return compare_causal(
+            cfg, params, theirs, about, against=flags.against, limits=LIMITS[kind], **common
+        )
+    except KeyError as error:
+        raise CloverError(f"the trace has no tensor {error}: write it again") from None
+
+
+def other_side(flags: Verify, cfg: ModelConfig) -> tuple[Tensors, dict[str, Any]]:
+    """What the other implementation gives for the same tokens."""
+    python = flags.oracle_python or Path(ORACLE)
+    options = ["--dtype", cfg.dtype]
+    if flags.against in ("torch-preview", "torch-training"):
+        if cfg.bd_gdn is None:
+            raise CloverError(f"{flags.folder} has no block operator: there is nothing to preview")
+        if flags.against == "torch-preview":
+            request = _preview_request(flags, cfg)
+            options += ["--threshold", str(flags.threshold)]
+        else:
+            request = _training_request(flags, cfg)
+            weights = dataclasses.asdict(LossConfig())
+            for name in ("ar", "diffusion", "balance", "router_z"):
+                options += [f"--{name.replace('_', '-')}", str(weights[name])]
+            options.append("--train")
+        return run_oracle("torch_preview.py", python, flags.folder, request, *options)
+    ids = _prompt(flags, cfg)
+    if flags.positions_from >= ids.shape[1]:
+        raise CloverError(
+            f"--positions-from is {flags.positions_from}: expected less than the "
+            f"{ids.shape[1]} tokens"
+        )
+    if flags.against == "llama.cpp":
+        return llama_trace(
+            flags.folder, ids, type=flags.gguf_type, norms=flags.norms, first=flags.positions_from
+        )
+    options += ["--continuation", str(flags.continuation)]
+    options += ["--positions-from", str(flags.positions_from)]
+    return run_oracle("hf_trace.py", python, flags.folder, {"ids": ids}, *options)
+
+
+def _prompt(flags: Verify, cfg: ModelConfig) -> np.ndarray:
+    """The rows of tokens: those that are given, or random ones."""
+    if flags.token_ids is not None:
+        ids = np.asarray([parse_token_ids(flags.token_ids)], np.int32)
+    elif flags.prompt is not None:
+        ids = np.asarray(
+            [Tokenizer.load(flags.folder).encode(flags.prompt, special=True)], np.int32
+        )
+    else:
+        rng = np.random.default_rng(flags.seed)
+        ids = rng.integers(0, cfg.vocab_size, (flags.rows, flags.length)).astype(np.int32)
+    _check_ids(ids, cfg, "the prompt")
+    return ids
+
+
+def _check_ids(ids: np.ndarray, cfg: ModelConfig, where: str) -> None:
+    if ids.size and not (ids.min() >= 0 and ids.max() < cfg.vocab_size):
+        raise CloverError(
+            f"{where} holds the id {ids.max() if ids.max() >= cfg.vocab_size else ids.min()}: "
+            f"expected ids below vocab_size ({cfg.vocab_size})"
+        )
+    if ids.shape[1] > cfg.max_position_embeddings:
+        raise CloverError(
+            f"{where} has {ids.shape[1]} tokens: the context holds {cfg.max_position_embeddings}"
+        )
+    if not ids.shape[1]:
+        raise CloverError(f"{where} is empty: expected at least one token")
+
+
+def _preview_request(flags: Verify, cfg: ModelConfig) -> Tensors:
+    rng = np.random.default_rng(flags.seed)
+    draws = lambda n: rng.integers(0, cfg.vocab_size, (flags.rows, n)).astype(np.int32)
+    ids, block = draws(flags.length), draws(cfg.block_length)
+    masked = rng.random(block.shape) < MASKED_SHARE
+    masked[:, 0] = True  # at least one
+    return {"ids": ids, "block": block, "masked": masked.astype(np.uint8)}
+
+
+def _training_request(flags: Verify, cfg: ModelConfig) -> Tensors:
+    """A batch of random samples, some of them longer than a block."""
+    rng = np.random.default_rng(flags.seed)
+    prompt, most = max(1, flags.length // 3), max(1, flags.length - flags.length // 3)
+    examples = [
+        Example(
+            i,
+            rng.integers(0, cfg.vocab_size, prompt).tolist(),
+            rng.integers(0, cfg.vocab_size, max(1, most - i)).tolist(),
+        )
+        for i in range(flags.rows)
+    ]
+    batch = make_batch(
+        examples,
+        time=prompt + most,
+        blocks=-(-most // cfg.block_length),
+        block=cfg.block_length,
+        pad_id=0,
+        seed=flags.seed,
+        epoch=0,
+        pad_weight=0.05,
+        complementary=True,
+    )
+    forbidden = np.zeros(cfg.vocab_size, np.uint8)
+    forbidden[cfg.mask_token_id] = 1
+    # Targets that are forbidden would have infinite loss.
+    weight = lambda ids, w: np.where(ids == cfg.mask_token_id, 0.0, w).astype(np.float32)
+    batch = batch._replace(
+        target_weight=weight(batch.tokens, batch.target_weight),
+        block_weight=weight(batch.block_tokens, batch.block_weight),
+        block_masked=batch.block_masked.astype(np.uint8),
+    )
+    return {**batch._asdict(), "forbidden": forbidden}
+
+
+def logits(flags: Logits) -> int:
+    """Writes our logits, and on request every tap, for anyone to compare; returns the status."""
+    if not flags.folder.is_dir():
+        raise CloverError(f"{flags.folder} is not a folder: expected a checkpoint folder")
+    ids = np.asarray([parse_token_ids(flags.token_ids)], np.int32)
+    keep_compiled_programs()
+    cfg, params, _ = checkpoint.load(flags.folder, dtype=flags.dtype, norms=flags.norms)
+    _check_ids(ids, cfg, "--token-ids")
+    if not 0 <= flags.positions_from < ids.shape[1]:
+        raise CloverError(
+            f"--positions-from is {flags.positions_from}: expected 0 to {ids.shape[1] - 1}"
+        )
+    with jax.default_matmul_precision(flags.precision):
+        tensors = our_trace(params, ids, taps=flags.taps, first=flags.positions_from, cfg=cfg)
+    about = {"oracle": "clover logits", "dtype": cfg.dtype, "precision": flags.precision}
+    write_trace(flags.out, tensors, {**about, **versions()})
+    print(f"wrote {flags.out}: {len(tensors)} tensors, {flags.out.stat().st_size:,} bytes")
+    return 0

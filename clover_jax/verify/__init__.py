@@ -1,0 +1,1 @@
+"""How far two implementations are apart, layer by layer."""
