@@ -217,6 +217,10 @@ class Verify:
         folder: Checkpoint folder.
         against: transformers' causal path, the torch oracle of a preview or of a training step,
             llama.cpp on an export of the causal trunk, or a trace that someone wrote.
+        endpoint: Instead, the base URL of an OpenAI-compatible server: log-probabilities by token.
+        endpoint_model: Name that the server knows the model by.
+        max_gap: Largest difference of a log-probability, in nats (endpoint only).
+        timeout: Seconds until a server is given up.
         oracle_python: Python that has torch and transformers.
         golden: Trace to compare with, as `clover logits --taps` or an oracle writes it.
         dtype: Of the weights and of both sides' computation.
@@ -228,7 +232,7 @@ class Verify:
         prompt: Text instead of random tokens.
         token_ids: Ids instead of random tokens.
         positions_from: First position whose logits are compared.
-        continuation: Greedy tokens after the rows (hf only).
+        continuation: Greedy tokens after the rows (hf and endpoint only).
         threshold: Of the reveal rule (torch-preview only).
         gguf_type: Of the exported matrices (llama.cpp only).
         png: Heat map of layer by tap.
@@ -236,7 +240,14 @@ class Verify:
     """
 
     folder: Annotated[Positional[Path], arg(metavar="DIR")]
-    against: Literal["hf", "torch-preview", "torch-training", "llama.cpp", "golden"]
+    against: Annotated[
+        Literal["hf", "torch-preview", "torch-training", "llama.cpp", "golden"] | None,
+        _none("{hf,torch-preview,torch-training,llama.cpp,golden}"),
+    ] = None
+    endpoint: Annotated[str | None, _none("URL")] = None
+    endpoint_model: Annotated[str, arg(metavar="NAME")] = "default"
+    max_gap: float = 0.1
+    timeout: float = 120.0
     oracle_python: Annotated[
         Path | None, arg(metavar="FILE", help_behavior_hint="(default: .venv-oracle/bin/python)")
     ] = None

@@ -15,6 +15,7 @@ from clover_jax.cli.commands import Logits, Verify
 from clover_jax.cli.compiled import keep_compiled_programs
 from clover_jax.cli.session import parse_token_ids
 from clover_jax.config import ModelConfig
+from clover_jax.data import tasks
 from clover_jax.data.tokenizer import Tokenizer
 from clover_jax.diffusion.corrupt import Example, make_batch
 from clover_jax.diffusion.loss import LossConfig
@@ -22,11 +23,12 @@ from clover_jax.errors import CloverError
 from clover_jax.model.transformer import Params
 from clover_jax.verify.causal import compare_causal, our_trace, versions
 from clover_jax.verify.compare import Report
+from clover_jax.verify.endpoint import ask, compare_endpoint
 from clover_jax.verify.limits import LIMITS
 from clover_jax.verify.llama import llama_trace
 from clover_jax.verify.oracle import run_oracle
 from clover_jax.verify.preview import compare_preview, compare_training
-from clover_jax.verify.report_text import draw, tables
+from clover_jax.verify.report_text import draw, endpoint_table, tables
 from clover_jax.verify.trace import Tensors, read_trace, write_trace
 
 ORACLE = ".venv-oracle/bin/python"
@@ -40,6 +42,8 @@ def verify(flags: Verify) -> int:
     cfg, params, _ = checkpoint.load(flags.folder, dtype=flags.dtype, norms=flags.norms)
     clear = "\r\x1b[K" if sys.stderr.isatty() else ""
     tell = lambda line: print(clear + line, end="" if clear else "\n", file=sys.stderr, flush=True)
+    if flags.endpoint is not None:
+        return _endpoint(flags, flags.endpoint, cfg, params, tell)
     report = _compare(flags, cfg, params, tell)
     print(clear, end="", file=sys.stderr)
     if flags.png is not None:
@@ -62,11 +66,26 @@ def _check(flags: Verify) -> None:
         if value < least:
             flag = name.replace("_", "-")
             raise CloverError(f"--{flag} is {value}: expected at least {least}")
+    if flags.png is not None:
+        _check_place(flags.png, "--png")
+    if (flags.against is None) == (flags.endpoint is None):
+        raise CloverError("expected one of --against and --endpoint")
+    if flags.max_gap <= 0 or flags.timeout <= 0:
+        raise CloverError(
+            f"--max-gap is {flags.max_gap} and --timeout {flags.timeout}: expected more than 0"
+        )
     if (flags.against == "golden") != (flags.golden is not None):
         raise CloverError("--golden FILE goes with --against golden, and only with it")
 
 
+def _check_place(file: Path, flag: str) -> None:
+    """Before any work is done."""
+    if not file.parent.is_dir() or file.is_dir():
+        raise CloverError(f"{flag} {file} is not a file in an existing folder")
+
+
 def _compare(flags: Verify, cfg: ModelConfig, params: Params, tell: Any) -> Report:
+    assert flags.against is not None
     if flags.against == "golden":
         assert flags.golden is not None
         theirs, about = read_trace(flags.golden)
@@ -119,6 +138,34 @@ def other_side(flags: Verify, cfg: ModelConfig) -> tuple[Tensors, dict[str, Any]
     options += ["--continuation", str(flags.continuation)]
     options += ["--positions-from", str(flags.positions_from)]
     return run_oracle("hf_trace.py", python, flags.folder, {"ids": ids}, *options)
+
+
+def _endpoint(flags: Verify, url: str, cfg: ModelConfig, params: Params, tell: Any) -> int:
+    """Compares a server's log-probabilities with ours."""
+    tokenizer = Tokenizer.load(flags.folder)
+    if flags.token_ids is None and flags.prompt is None:
+        items = [tasks.eval_set(name, "val", 1)[0] for name in tasks.SCRATCHPAD_TASKS]
+        prompts = [tokenizer.encode(item.prompt, special=False) for item in items]
+    else:
+        prompts = _prompt(flags, cfg).tolist()
+    answers = []
+    for i, prompt in enumerate(prompts):
+        tell(f"the server answers {i + 1} of {len(prompts)}")
+        answers.append(
+            ask(
+                url, prompt, tokenizer, model=flags.endpoint_model,
+                max_tokens=max(1, flags.continuation), seconds=flags.timeout,
+            )
+        )  # fmt: skip
+    with jax.default_matmul_precision(flags.precision):
+        rows = compare_endpoint(cfg, params, answers, limit=flags.max_gap, progress=tell)
+    ok = all(row.ok for row in rows)
+    if flags.json:
+        about = {"endpoint": url, "versions": versions(), "limit": flags.max_gap, "ok": ok}
+        print(json.dumps({**about, "rows": [dataclasses.asdict(row) for row in rows]}))
+    else:
+        Console(highlight=False).print(endpoint_table(url, rows, flags.max_gap))
+    return 0 if ok else 1
 
 
 def _prompt(flags: Verify, cfg: ModelConfig) -> np.ndarray:
@@ -199,6 +246,7 @@ def logits(flags: Logits) -> int:
     if not flags.folder.is_dir():
         raise CloverError(f"{flags.folder} is not a folder: expected a checkpoint folder")
     ids = np.asarray([parse_token_ids(flags.token_ids)], np.int32)
+    _check_place(flags.out, "--out")
     keep_compiled_programs()
     cfg, params, _ = checkpoint.load(flags.folder, dtype=flags.dtype, norms=flags.norms)
     _check_ids(ids, cfg, "--token-ids")

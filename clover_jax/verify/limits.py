@@ -12,7 +12,9 @@ TOP1_MARGIN = 1e-3  # top-1 must agree wherever the two best logits are further 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of one kind of comparison. The first four are relative RMS errors, ||ours - theirs|| / ||theirs||.
+    """Limits of one kind of comparison.
+
+    The first four are relative RMS errors, ||ours - theirs|| / ||theirs||.
 
     Attributes:
         op: a single operation, fed their input.

@@ -1,5 +1,6 @@
 """A report as tables and as a heat map."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from rich.text import Text
 
 from clover_jax.errors import CloverError
 from clover_jax.verify.compare import Report, Tap
+from clover_jax.verify.endpoint import EndpointRow
 
 
 def tables(report: Report) -> list[Table | Text]:
@@ -120,6 +122,25 @@ def _logits(report: Report) -> Table:
             f"{100 * row.top1:.2f} %",
             str(row.differing),
             str(row.near_ties),
+            style="" if row.ok else "red",
+        )
+    return table
+
+
+def endpoint_table(url: str, rows: Sequence[EndpointRow], limit: float) -> Table:
+    """Log-probabilities of a server against ours, one line per prompt."""
+    table = Table(title=f"|log-probability of {url} - ours|, nats, limit {limit:g}")
+    for name in ("prompt tokens", "of them compared", "completion tokens", "mean", "max"):
+        table.add_column(name, justify="right")
+    for name in ("at position", "not our best"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            *(str(n) for n in (row.prompt, row.compared_prompt, row.compared)),
+            f"{row.mean_gap:.1e}",
+            f"{row.max_gap:.1e}",
+            str(row.worst),
+            str(row.not_greedy),
             style="" if row.ok else "red",
         )
     return table

@@ -45,7 +45,7 @@ def write_trace(path: Path, tensors: Tensors, versions: dict[str, Any]) -> None:
         save_file(arrays, building, metadata={"versions": json.dumps(versions)})
         building.chmod(0o644)  # the writer leaves it private
         building.replace(path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CloverError(f"{path} cannot be written: {error}") from None
     finally:
         building.unlink(missing_ok=True)
