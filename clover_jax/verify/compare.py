@@ -56,6 +56,7 @@ class Logits:
         kl_p99: its 99th percentile.
         kl_max: its maximum.
         max_abs: largest absolute difference of a logit.
+        peak: their largest absolute logit.
         top1: share of positions with the same best token.
         differing: positions with another best token although it is clear.
         near_ties: positions with another best token where the gap is below the margin.
@@ -68,6 +69,7 @@ class Logits:
     kl_p99: float
     kl_max: float
     max_abs: float
+    peak: float
     top1: float
     differing: int
     near_ties: int
@@ -178,7 +180,8 @@ def compare_logits(path: str, ours: Any, theirs: Any, limits: Limits) -> Logits:
     differing, near = choices_apart(mine, other, 1, limits.margin)
     finite = np.isfinite(other)
     largest = float(np.abs(mine[finite] - other[finite]).max(initial=0.0))
-    ok = largest <= limits.logits and apart.max() <= limits.kl and not differing
+    peak = float(np.abs(other[finite]).max(initial=0.0))
+    ok = largest <= limits.logits * peak and apart.max() <= limits.kl and not differing
     return Logits(
         path=path,
         positions=apart.size,
@@ -186,6 +189,7 @@ def compare_logits(path: str, ours: Any, theirs: Any, limits: Limits) -> Logits:
         kl_p99=float(np.quantile(apart, 0.99)),
         kl_max=float(apart.max()),
         max_abs=largest,
+        peak=peak,
         top1=1 - (differing + near) / apart.size,
         differing=differing,
         near_ties=near,

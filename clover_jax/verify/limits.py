@@ -21,7 +21,7 @@ class Limits:
         layer: a layer or a scan over time, fed their input.
         hidden: the residual stream after any layer, each layer fed our own.
         gradient: of the training loss, by parameter.
-        logits: largest absolute difference.
+        logits: largest absolute difference over the largest logit: rounding grows with the size.
         kl: largest KL(theirs || ours) of any position, nats.
         margin: below this gap of two logits a different choice is a near-tie, not an error.
     """
@@ -40,7 +40,7 @@ _FLOAT32 = Limits(
     layer=5e-6,
     hidden=1e-5,
     gradient=1e-5,
-    logits=1e-4,
+    logits=1e-5,
     kl=1e-8,
     margin=TOP1_MARGIN,
 )
@@ -50,7 +50,7 @@ _BFLOAT16 = Limits(
     layer=2e-2,
     hidden=5e-2,
     gradient=1e-1,
-    logits=1.0,
+    logits=5e-2,
     kl=1e-2,
     margin=0.5,
 )
@@ -58,7 +58,7 @@ LIMITS = {
     "float32": _FLOAT32,
     "bfloat16": _BFLOAT16,
     # llama.cpp's softmax and sigmoid are approximations of float32.
-    "llama.cpp f32": dataclasses.replace(_FLOAT32, logits=1e-3, kl=1e-6),
+    "llama.cpp f32": dataclasses.replace(_FLOAT32, logits=1e-4, kl=1e-6),
     # Ours computes with the unrounded weights.
     "llama.cpp bf16": _BFLOAT16,
     "llama.cpp q8_0": _BFLOAT16,

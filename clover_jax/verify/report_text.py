@@ -111,14 +111,15 @@ def _worst(report: Report) -> Table:
 
 def _logits(report: Report) -> Table:
     table = Table(title="logits")
-    names = ("read as", "positions", "KL mean", "KL p99", "KL max", "max abs", "top-1", "differing")
-    for name in (*names, "near-ties"):
+    names = ("read as", "positions", "KL mean", "KL p99", "KL max", "max abs", "largest logit")
+    for name in (*names, "top-1", "differing", "near-ties"):
         table.add_column(name, justify="left" if name == "read as" else "right")
     for row in report.logits:
         table.add_row(
             row.path,
             str(row.positions),
             *(f"{x:.1e}" for x in (row.kl_mean, row.kl_p99, row.kl_max, row.max_abs)),
+            f"{row.peak:.1f}",
             f"{100 * row.top1:.2f} %",
             str(row.differing),
             str(row.near_ties),

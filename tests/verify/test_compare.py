@@ -45,9 +45,10 @@ def test_shapes_and_missing_experts_are_errors():
     assert not compare_tap(0, "q", np.array([np.nan]), np.array([1.0]), "float32").ok
 
 
-@pytest.mark.parametrize("error", [2 * LIMIT.logits, np.nan, np.inf])
+@pytest.mark.parametrize("error", [20 * LIMIT.logits, np.nan, np.inf])
 def test_logits_past_a_limit(error: float):
-    theirs = np.arange(10.0).reshape(1, 2, 5)
+    """The largest logit is 10, so that a difference of 10 limits is the most."""
+    theirs = np.arange(1.0, 11.0).reshape(1, 2, 5)
     assert compare_logits("same", theirs, theirs, LIMIT).ok
     ours = theirs.copy()
     ours[0, 0, 1] += error
