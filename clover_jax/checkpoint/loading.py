@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +49,8 @@ from clover_jax.params import ParamSpec, is_spec, named_leaves
 
 CONFIG_FILE = "config.json"
 
+DEVICE_ALIGNMENT = 64  # bytes; a CPU device takes over what starts there (XLA's MinAlign)
+
 type LoadDtype = Literal["float32", "bfloat16"]
 
 # Means of the norms' weights that could be of either storage.
@@ -83,11 +86,12 @@ def load(
     dtype: LoadDtype | None = None,
     norms: NormStorage | None = None,
     shardings: Any = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[ModelConfig, Params, LoadReport]:
     """Loads the weights of a folder.
 
-    Extra host memory is about one stacked leaf. With shardings a process reads only the slices of
-    its own devices.
+    Leaves are filled in place: on a CPU device they are the weights, elsewhere one stacked leaf at
+    a time is extra host memory. With shardings a process reads only the slices of its own devices.
 
     Args:
         folder: holds config.json and safetensors files, experts fused or one tensor per expert,
@@ -96,6 +100,7 @@ def load(
         norms: how the norms that scale by 1 + w are stored; None: their mean decides.
         shardings: a tree like the parameters, `sharding.shardings(param_specs(cfg), mesh, rules)`
             with the `cfg` of `inspect(folder)`; None: everything on the default device.
+        progress: called now and then with the bytes read so far and those of all tensors.
 
     Raises:
         CloverError: names every tensor and file that is missing, unknown, twice there, damaged, or
@@ -115,13 +120,15 @@ def load(
     else:
         targets = jax.tree.leaves(shardings)
     files = MappedFiles()
+    count = None if progress is None else _Counter(survey.sources, progress)
     arrays = []
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for spec, path, target in zip(leaves, named_leaves(specs), targets, strict=True):
             plain = survey.report.norms == "plain" and leaf_kind(path) in ZERO_CENTRED
             read = functools.partial(
-                read_leaf, spec, survey.sources[path], files=files, pool=pool, plain_norm=plain
-            )
+                read_leaf, spec, survey.sources[path],
+                files=files, pool=pool, plain_norm=plain, count=count,
+            )  # fmt: skip
             arrays.append(_to_device(read, spec, target))
     return cfg, jax.tree.unflatten(tree, arrays), survey.report
 
@@ -243,12 +250,13 @@ def read_leaf(
     files: MappedFiles,
     pool: concurrent.futures.Executor,
     plain_norm: bool,
+    count: Callable[[Source], None] | None = None,
 ) -> np.ndarray:
     """A slice of a leaf, in its spec's dtype. What no tensor fills (pruned experts) is zero."""
     low, high = zip(
         *(s.indices(n)[:2] for s, n in zip(index, spec.shape, strict=True)), strict=True
     )
-    out = np.zeros(tuple(b - a for a, b in zip(low, high, strict=True)), spec.dtype)
+    out = _aligned_zeros(tuple(b - a for a, b in zip(low, high, strict=True)), spec.dtype)
 
     def fill(source: Source) -> None:
         box = source.piece
@@ -266,9 +274,42 @@ def read_leaf(
             # Copied as plain integers: numpy holds its lock while copying bfloat16.
             part, target = part.view(np.uint16), target.view(np.uint16)
         target[...] = part
+        del part
+        files.release(source.tensor)
+        if count is not None:
+            count(source)
 
     list(pool.map(fill, sources))
-    return out - out.dtype.type(1) if plain_norm else out
+    if plain_norm:
+        out -= out.dtype.type(1)
+    return out
+
+
+def _aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros at an address that a CPU device takes over without a copy."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.zeros(nbytes + DEVICE_ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % DEVICE_ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+class _Counter:
+    """Counts the bytes of tensors as they are read, each once."""
+
+    def __init__(
+        self, sources: dict[str, list[Source]], progress: Callable[[int, int], None]
+    ) -> None:
+        self._progress, self._lock = progress, threading.Lock()
+        self._seen: set[str] = set()
+        self._done = 0
+        self._total = sum(s.tensor.nbytes for found in sources.values() for s in found)
+
+    def __call__(self, source: Source) -> None:
+        with self._lock:
+            if source.tensor.name not in self._seen:
+                self._seen.add(source.tensor.name)
+                self._done += source.tensor.nbytes
+                self._progress(self._done, self._total)
 
 
 def _to_device(

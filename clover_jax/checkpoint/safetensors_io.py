@@ -8,6 +8,7 @@ data. The data is one gapless run of tensors. Weights of several files are liste
 import dataclasses
 import itertools
 import math
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,14 +77,27 @@ class MappedFiles:
     """Tensors as views of memory-mapped files: bytes are read when they are touched."""
 
     def __init__(self) -> None:
-        self._bytes: dict[Path, np.ndarray] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
 
     def view(self, tensor: Tensor) -> np.ndarray:
         """Read-only view of a tensor that has one of `WEIGHT_DTYPES`."""
-        if tensor.file not in self._bytes:
-            self._bytes[tensor.file] = np.asarray(np.memmap(tensor.file, np.uint8, "r"))
-        data = self._bytes[tensor.file][tensor.offset : tensor.offset + tensor.nbytes]
+        whole = np.frombuffer(self._map(tensor.file), np.uint8)
+        data = whole[tensor.offset : tensor.offset + tensor.nbytes]
         return data.view(WEIGHT_DTYPES[tensor.dtype]).reshape(tensor.shape)
+
+    def release(self, tensor: Tensor) -> None:
+        """Gives the memory of a tensor's pages back; a later look reads them again."""
+        page = mmap.PAGESIZE
+        first = -(-tensor.offset // page) * page
+        last = (tensor.offset + tensor.nbytes) // page * page
+        if last > first and hasattr(mmap, "MADV_DONTNEED"):
+            self._map(tensor.file).madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def _map(self, file: Path) -> mmap.mmap:
+        if file not in self._maps:
+            with file.open("rb") as opened:
+                self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._maps[file]
 
 
 @dataclasses.dataclass

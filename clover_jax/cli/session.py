@@ -6,18 +6,32 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from clover_jax import checkpoint
 from clover_jax.checkpoint.json_text import parse
+from clover_jax.checkpoint.report import NormStorage
 from clover_jax.cli.commands import ModelFlags
 from clover_jax.cli.compiled import keep_compiled_programs
+from clover_jax.config import ModelConfig
 from clover_jax.data.tokenizer import StopStrings, Tokenizer
 from clover_jax.diffusion.generate import Completion, DoneEvent, Event, Generator, Request
 from clover_jax.diffusion.sampling_config import SamplerConfig, from_generation_config
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
+from clover_jax.model.transformer import Params
 
+BAR_BYTES = 2**28  # smaller models load before a bar could be read
 MAX_TOKENS = 512  # unless the folder or a flag says otherwise
 _SAMPLING = ("threshold", "temperature", "top_k", "top_p", "presence", "frequency", "repetition")
 
@@ -94,7 +108,7 @@ def open_session(flags: ModelFlags) -> Session:
     if flags.stop and tokenizer is None:
         raise CloverError(f"--stop needs a tokenizer, and {folder} has no tokenizer.json")
     keep_compiled_programs()
-    cfg, params, _ = checkpoint.load(folder, dtype=flags.dtype, norms=flags.norms)
+    cfg, params = load_with_bar(folder, dtype=flags.dtype, norms=flags.norms)
     if not flags.coreset:
         cfg = cfg.replace(**{"moe.coreset": None})
     return Session(
@@ -110,6 +124,30 @@ def open_session(flags: ModelFlags) -> Session:
         max_tokens=flags.max_tokens,
         usual_tokens=usual or MAX_TOKENS,
     )
+
+
+def load_with_bar(
+    folder: Path,
+    *,
+    dtype: Literal["float32", "bfloat16"] | None,
+    norms: NormStorage | None,
+) -> tuple[ModelConfig, Params]:
+    """The weights of a folder; a bar on stderr if they are large and someone looks."""
+    console = Console(stderr=True)
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        bar.disable = not console.is_terminal
+        task = None
+
+        def show(done: int, total: int) -> None:
+            nonlocal task
+            if task is None and total >= BAR_BYTES:
+                task = bar.add_task("", total=total)
+            if task is not None:
+                bar.update(task, completed=done)
+
+        cfg, params, _ = checkpoint.load(folder, dtype=dtype, norms=norms, progress=show)
+    return cfg, params
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:

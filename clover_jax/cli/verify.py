@@ -10,10 +10,9 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from clover_jax import checkpoint
 from clover_jax.cli.commands import Logits, Verify
 from clover_jax.cli.compiled import keep_compiled_programs
-from clover_jax.cli.session import parse_token_ids
+from clover_jax.cli.session import load_with_bar, parse_token_ids
 from clover_jax.config import ModelConfig
 from clover_jax.data import tasks
 from clover_jax.data.tokenizer import Tokenizer
@@ -39,7 +38,7 @@ def verify(flags: Verify) -> int:
     """Prints how far both sides are apart; 1 if that is past the limits."""
     _check(flags)
     keep_compiled_programs()
-    cfg, params, _ = checkpoint.load(flags.folder, dtype=flags.dtype, norms=flags.norms)
+    cfg, params = load_with_bar(flags.folder, dtype=flags.dtype, norms=flags.norms)
     clear = "\r\x1b[K" if sys.stderr.isatty() else ""
     tell = lambda line: print(clear + line, end="" if clear else "\n", file=sys.stderr, flush=True)
     if flags.endpoint is not None:
@@ -248,7 +247,7 @@ def logits(flags: Logits) -> int:
     ids = np.asarray([parse_token_ids(flags.token_ids)], np.int32)
     _check_place(flags.out, "--out")
     keep_compiled_programs()
-    cfg, params, _ = checkpoint.load(flags.folder, dtype=flags.dtype, norms=flags.norms)
+    cfg, params = load_with_bar(flags.folder, dtype=flags.dtype, norms=flags.norms)
     _check_ids(ids, cfg, "--token-ids")
     if not 0 <= flags.positions_from < ids.shape[1]:
         raise CloverError(

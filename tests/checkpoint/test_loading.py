@@ -510,3 +510,31 @@ def test_no_such_folder(tmp_path: Path):
             function(tmp_path / "none")
         with pytest.raises(CloverError, match="not a folder"):
             function(str(GOLDEN / "config.json"))
+
+
+def test_progress_counts_every_byte_once(tmp_path: Path):
+    cfg = clover_small()
+    save(tmp_path / "model", cfg, random_params(cfg), layout="per_expert")
+    calls: list[tuple[int, int]] = []
+    load(tmp_path / "model", progress=lambda done, total: calls.append((done, total)))
+    tensors = read_folder(tmp_path / "model")
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    assert calls[-1] == (total, total)
+    assert len(calls) == len(tensors)
+    assert calls == sorted(calls)
+
+
+def test_leaves_are_filled_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On a CPU device the buffer that was filled is the weight: no leaf exists twice."""
+    cfg, filled = clover_small(), []
+    save(tmp_path / "model", cfg, random_params(cfg))
+    read = loading.read_leaf
+
+    def watched(*arguments, **options):
+        array = read(*arguments, **options)
+        filled.append(array.ctypes.data)
+        return array
+
+    monkeypatch.setattr(loading, "read_leaf", watched)
+    _, params, _ = load(tmp_path / "model")
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)] == filled
