@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from clover_jax import checkpoint
+from clover_jax import verify as verify_package
 from clover_jax.cli import main
 from clover_jax.config import ModelConfig
 from clover_jax.diffusion.loss import LossConfig
@@ -51,6 +52,15 @@ def located(report: Report) -> tuple[int | None, str]:
     first = report.first_diverging
     assert first is not None
     return first.layer, first.tap
+
+
+def test_goldens_name_the_versions_that_made_them():
+    """Rounding points moved between versions of transformers: a golden is of one of them."""
+    how = (Path(verify_package.__file__).parent / "oracles" / "README.md").read_text()
+    for golden in (*QWEN.glob("goldens*"), *CLOVER.glob("[pt]*.safetensors")):
+        _, about = read_trace(golden)
+        assert f"torch=={about['torch'].removesuffix('+cpu')} " in how, golden
+        assert f"transformers=={about['transformers']} " in how, golden
 
 
 def test_command_on_a_trace(capsys, tmp_path: Path):
