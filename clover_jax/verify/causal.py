@@ -15,12 +15,14 @@ from clover_jax.verify.compare import (
     Report,
     compare_continuation,
     compare_logits,
+    compare_routing,
     compare_running,
     compare_tap,
 )
 from clover_jax.verify.limits import LIMITS, Limits
 from clover_jax.verify.trace import Tensors, as_float
 
+ROUTED = ("moe_out", "hidden")  # taps that follow from the choice of experts
 SINGLE = 16  # tokens at the end that are also read one at a time
 
 
@@ -79,11 +81,17 @@ def compare_causal(
             )
         for i, found in ours.layer_taps(params, theirs, cfg=cfg):
             progress(f"layer {i} of {cfg.num_layers}")
+            clear = None
             for name, tensor in found.items():
                 recorded = theirs.get(f"hidden.{i}" if name == "hidden" else f"layers.{i}.{name}")
-                if recorded is not None:
-                    top_k = cfg.moe.top_k if name == "router_logits" else None
-                    taps.append(compare_tap(i, name, tensor, recorded, dtype, top_k=top_k))
+                if recorded is None:
+                    continue
+                if name == "router_logits":
+                    tap, clear = compare_routing(i, tensor, recorded, dtype, top_k=cfg.moe.top_k)
+                else:
+                    where = clear if name in ROUTED else None
+                    tap = compare_tap(i, name, tensor, recorded, dtype, where=where)
+                taps.append(tap)
         if any(name.startswith("hidden.") for name in theirs):
             for i, hidden in enumerate(ours.running_hidden(params, jnp.asarray(ids), cfg=cfg)):
                 if f"hidden.{i}" in theirs:

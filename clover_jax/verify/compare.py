@@ -23,7 +23,8 @@ class Tap:
         relative_rms: ||ours - theirs|| / ||theirs||.
         limit: of the relative RMS.
         differing: positions that choose other experts although the choice is clear.
-        near_ties: positions that choose other experts where the gap is below the margin.
+        near_ties: positions whose experts are nearly tied: another choice there is no error, and
+            what follows from the choice is not compared.
     """
 
     layer: int | None
@@ -134,27 +135,46 @@ class Report:
 
 
 def compare_tap(
-    layer: int | None, tap: str, ours: Any, theirs: Any, dtype: str, *, top_k: int | None = None
+    layer: int | None,
+    tap: str,
+    ours: Any,
+    theirs: Any,
+    dtype: str,
+    *,
+    where: np.ndarray | None = None,
 ) -> Tap:
-    """One tensor of both sides; for router logits with `top_k`, the choices too."""
+    """One tensor of both sides; with `where`, bool over its leading axes, only those positions."""
     limits, mine, other = LIMITS[dtype], as_float(ours), as_float(theirs)
     if mine.shape != other.shape:
         return Tap(layer=layer, tap=f"{tap} shape {mine.shape}, theirs {other.shape}",
                    max_abs=np.inf, relative_rms=np.inf, limit=0.0)  # fmt: skip
+    if where is not None:
+        mine, other = mine[where], other[where]
     exists = np.isfinite(other)
     if not (np.isfinite(mine) == exists).all():
         error, largest = np.inf, np.inf
     else:
         error = relative_rms(mine[exists], other[exists])
         largest = float(np.abs(mine[exists] - other[exists]).max(initial=0.0))
-    differing = near = 0
-    if top_k is not None:
-        differing, near = choices_apart(mine, other, top_k, limits.margin)
     kind = limits.op if tap in OPS else limits.layer
+    near = 0 if where is None else int((~where).sum())
     return Tap(
-        layer=layer, tap=tap, max_abs=largest, relative_rms=error, limit=kind,
-        differing=differing, near_ties=near,
+        layer=layer, tap=tap, max_abs=largest, relative_rms=error, limit=kind, near_ties=near
     )  # fmt: skip
+
+
+def compare_routing(
+    layer: int, ours: Any, theirs: Any, dtype: str, *, top_k: int
+) -> tuple[Tap, np.ndarray]:
+    """Router logits and the choices they lead to; also bool, where the choice is clear."""
+    limits, mine, other = LIMITS[dtype], as_float(ours), as_float(theirs)
+    found = compare_tap(layer, "router_logits", ours, theirs, dtype)
+    if mine.shape != other.shape:
+        return found, np.ones(other.shape[:-1], bool)
+    differing, _ = choices_apart(mine, other, top_k, limits.routing)
+    clear = gap(other, top_k) >= limits.routing
+    found = dataclasses.replace(found, differing=differing, near_ties=int((~clear).sum()))
+    return found, clear
 
 
 def compare_running(layer: int, ours: Any, theirs: Any, dtype: str) -> Tap:
@@ -167,10 +187,16 @@ def choices_apart(ours: np.ndarray, theirs: np.ndarray, k: int, margin: float) -
     """Positions whose k best ids differ: clear ones, and those where their gap is below margin."""
     best = lambda logits: np.sort(np.argsort(-logits, axis=-1, kind="stable")[..., :k], axis=-1)
     apart = (best(ours) != best(theirs)).any(axis=-1)
-    ranked = -np.sort(-theirs, axis=-1)
-    gap = np.inf if k == theirs.shape[-1] else ranked[..., k - 1] - ranked[..., k]
-    near = apart & (gap < margin)
+    near = apart & (gap(theirs, k) < margin)
     return int((apart & ~near).sum()), int(near.sum())
+
+
+def gap(logits: np.ndarray, k: int) -> np.ndarray:
+    """Between the k-th best logit and the next; inf where there is none."""
+    ranked = -np.sort(-logits, axis=-1)
+    if k == logits.shape[-1]:
+        return np.full(logits.shape[:-1], np.inf)
+    return ranked[..., k - 1] - ranked[..., k]
 
 
 def compare_logits(path: str, ours: Any, theirs: Any, limits: Limits) -> Logits:

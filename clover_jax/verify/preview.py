@@ -41,7 +41,7 @@ from clover_jax.model.transformer import (
     preview,
 )
 from clover_jax.params import named_leaves
-from clover_jax.verify.causal import versions
+from clover_jax.verify.causal import ROUTED, versions
 from clover_jax.verify.compare import Report, Tap, compare_logits, compare_tap
 from clover_jax.verify.limits import LIMITS, Limits
 from clover_jax.verify.ours import ENV, LayerInputs, each_layer
@@ -85,15 +85,16 @@ def compare_preview(
     with jax.default_matmul_precision(precision):
         for i, found, coreset_margin in preview_taps(params, theirs, cfg=cfg):
             progress(f"layer {i} of {cfg.num_layers}")
-            for name in TAPS:
-                if name not in found:
-                    continue
+            clear = None
+            for name in (name for name in TAPS if name in found):
                 path = f"preview.hidden.{i}" if name == "hidden" else f"preview.layers.{i}.{name}"
                 if name == "experts":
                     margin = np.asarray(coreset_margin)
-                    taps.append(_compare_experts(i, found[name], theirs[path], margin, limits))
+                    tap, clear = _compare_experts(i, found[name], theirs[path], margin, limits)
                 else:
-                    taps.append(compare_tap(i, name, found[name], theirs[path], dtype))
+                    where = clear if name in ROUTED else None
+                    tap = compare_tap(i, name, found[name], theirs[path], dtype, where=where)
+                taps.append(tap)
         logits = []
         if "preview.logits" in theirs:
             for path, got in _whole_previews(params, ids, block, masked, cfg):
@@ -241,14 +242,17 @@ def _whole_previews(
         yield "fused with a commit", fused(params, clean, block, masked, n, cache)[1]
 
 
-def _compare_experts(layer: int, ours: Any, theirs: Any, margin: np.ndarray, limits: Limits) -> Tap:
-    """Chosen experts; a row whose closest choice is a near-tie may differ."""
+def _compare_experts(
+    layer: int, ours: Any, theirs: Any, margin: np.ndarray, limits: Limits
+) -> tuple[Tap, np.ndarray]:
+    """Chosen experts; also bool, where the choice is clear: in rows without a near-tie."""
     apart = (np.asarray(ours) != np.asarray(theirs)).any(axis=-1)
-    near = apart & (margin < limits.margin)[:, None]
-    return Tap(
+    clear = np.broadcast_to((margin >= limits.routing)[:, None], apart.shape)
+    tap = Tap(
         layer=layer, tap="experts", max_abs=0.0, relative_rms=float(apart.mean()), limit=1.0,
-        differing=int((apart & ~near).sum()), near_ties=int(near.sum()),
+        differing=int((apart & clear).sum()), near_ties=int((~clear).sum()),
     )  # fmt: skip
+    return tap, clear
 
 
 def _compare_reveal(theirs: Tensors, masked: np.ndarray, threshold: float, limits: Limits) -> Tap:

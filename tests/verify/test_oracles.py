@@ -52,7 +52,8 @@ def test_transformers_past_position_4000(capsys):
 
 
 def test_transformers_in_bfloat16(capsys):
-    verify(capsys, packaged_model(), "hf", "--length", 64, "--dtype", "bfloat16")
+    prompt = "<|im_start|>user\nHow many legs: 3 cats, 2 ants?<|im_end|>\n<|im_start|>assistant\n"
+    verify(capsys, packaged_model(), "hf", "--prompt", prompt, "--dtype", "bfloat16")
 
 
 @pytest.mark.parametrize(
