@@ -385,12 +385,14 @@ class TrainConvert(RunFlags):
         checkpoint: Folder to start from.
         diffusion: Weight of the diffusion loss beside the autoregressive one.
         calibration_steps: Steps that fit the block operator before training.
+        frontier_share: Share of the samples whose blocks are known from the left, as in decoding.
     """
 
     checkpoint: Annotated[Path, arg(metavar="DIR")]
     learning_rate: float = 1e-3
     diffusion: float = 0.3
     calibration_steps: int = 60
+    frontier_share: float = 0.0
 
 
 _CheckpointCommands = (

@@ -63,6 +63,8 @@ def run_config(flags: TrainPretrain | TrainConvert) -> loop.RunConfig:
     if buckets:
         data = dataclasses.replace(data, buckets=buckets)
     pretrain = isinstance(flags, TrainPretrain)
+    if not pretrain:
+        data = dataclasses.replace(data, frontier_share=flags.frontier_share)
     return loop.RunConfig(
         kind="pretrain" if pretrain else "convert",
         start=str(flags.checkpoint or flags.preset) if pretrain else str(flags.checkpoint),

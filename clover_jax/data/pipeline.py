@@ -30,6 +30,7 @@ class DataConfig:
         seed: of items and noise.
         pad_weight: loss weight of the pads after a stop.
         complementary: every block twice, with complementary noise.
+        frontier_share: share of the samples whose blocks are known from the left, as in decoding.
     """
 
     mix: tasks.Mix = tasks.MIX
@@ -38,6 +39,7 @@ class DataConfig:
     seed: int = 0
     pad_weight: float = 0.05
     complementary: bool = True
+    frontier_share: float = 0.0
 
     def __post_init__(self) -> None:
         widths, blocks = zip(*self.buckets, strict=True) if self.buckets else ((), ())
@@ -46,6 +48,10 @@ class DataConfig:
             raise CloverError(
                 f"data rows {self.rows}, buckets {self.buckets}: expected at least one row and "
                 "buckets of at least one token and block that ascend in both"
+            )
+        if not 0 <= self.frontier_share <= 1:
+            raise CloverError(
+                f"data frontier_share is {self.frontier_share}: expected a share from 0 to 1"
             )
         if self.seed < 0 or not 0 <= self.pad_weight < float("inf"):
             raise CloverError(
@@ -118,6 +124,7 @@ class TaskBatches:
             epoch=0,
             pad_weight=self.config.pad_weight,
             complementary=self.config.complementary,
+            frontier_share=self.config.frontier_share,
         )
 
 

@@ -11,6 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+# Frontier noise: share of the positions past the frontier that are known all the same, and how the
+# loss weight falls with the distance from it.
+ISLANDS, FALL = 0.1, 0.9
+_FRONTIER = 2**31  # keeps its draws apart from those of the blocks
+
 
 class Example(NamedTuple):
     """One tokenised sample; prompt and response are tokenised apart."""
@@ -69,6 +74,35 @@ def block_noise(seed: int, epoch: int, sample: int, blocks: int, block: int) -> 
     return masked
 
 
+def frontier_noise(
+    seed: int, epoch: int, sample: int, view: int, lengths: Sequence[int], block: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks as the sampler meets them: known up to a frontier, past it masked but for islands.
+
+    Args:
+        seed: of the noise.
+        epoch: of the noise.
+        sample: its number.
+        view: 0, or 1 for the second view of a sample.
+        lengths: response tokens of each block; the frontier is one of them.
+        block: block length.
+
+    Returns:
+        masked, bool [blocks, block], and the factor of the loss weight, 1 at the frontier.
+    """
+    rng = np.random.default_rng([seed, epoch, sample, _FRONTIER + view])
+    at = np.arange(block)[None]
+    frontier = (rng.random(len(lengths)) * np.asarray(lengths)).astype(int)[:, None]
+    island = (rng.random((len(lengths), block)) < ISLANDS) & (at < np.asarray(lengths)[:, None])
+    masked = (at >= frontier) & ~(island & (at > frontier))
+    return masked, FALL ** np.maximum(at - frontier, 0)
+
+
+def looks_decoded(seed: int, epoch: int, sample: int, share: float) -> bool:
+    """Whether a sample gets frontier noise."""
+    return bool(np.random.default_rng([seed, epoch, sample, _FRONTIER + 2]).random() < share)
+
+
 def make_batch(
     examples: Sequence[Example],
     *,
@@ -80,6 +114,7 @@ def make_batch(
     epoch: int,
     pad_weight: float,
     complementary: bool = False,
+    frontier_share: float = 0.0,
 ) -> Batch:
     """Lay out samples of at most `time` tokens and at most `blocks` response blocks.
 
@@ -95,6 +130,7 @@ def make_batch(
             full-weight padding teaches a model to end early.
         complementary: every block twice, the second time with the other positions masked, so that
             one clean pass serves a prediction of every token (Fast-dLLM v2's complementary masks).
+        frontier_share: share of the samples with frontier noise, in both views if there are two.
     """
     rows = len(examples)
     tokens = np.full((rows, time), pad_id, np.int32)
@@ -104,6 +140,7 @@ def make_batch(
     masked = np.zeros((rows, blocks, block), bool)
     n_valid = np.zeros((rows, blocks), np.int32)
     weight = np.zeros((rows, blocks, block), np.float32)
+    decoded: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
     for r, example in enumerate(examples):
         prompt, response = len(example.prompt), len(example.response)
         tokens[r, : prompt + response] = [*example.prompt, *example.response]
@@ -118,10 +155,22 @@ def make_batch(
         flat_weight = np.full(used * block, pad_weight, np.float32)
         flat_weight[:response] = 1.0
         weight[r, :used] = flat_weight.reshape(used, block)
+        if used and looks_decoded(seed, epoch, example.sample, frontier_share):
+            in_block = [min(block, response - block * b) for b in range(used)]
+            decoded[r] = [
+                frontier_noise(seed, epoch, example.sample, view, in_block, block)
+                for view in range(2)
+            ]
+    others, other_weight = ~masked & (n_valid > 0)[..., None], weight.copy()
+    for r, (first, second) in decoded.items():
+        used = len(first[0])
+        masked[r, :used], others[r, :used] = first[0], second[0]
+        weight[r, :used] *= first[1]
+        other_weight[r, :used] *= second[1]
     if complementary:
         twice = lambda a: np.concatenate([a, a], axis=1)
-        index, block_tokens, weight = twice(index), twice(block_tokens), twice(weight)
-        others = ~masked & (n_valid > 0)[..., None]
+        index, block_tokens = twice(index), twice(block_tokens)
+        weight = np.concatenate([weight, other_weight], axis=1)
         masked = np.concatenate([masked, others], axis=1)
         # A block whose other positions are none has no second view.
         n_valid = np.concatenate([n_valid, np.where(others.any(-1), n_valid, 0)], axis=1)

@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from clover_jax.diffusion.corrupt import Example, block_noise, make_batch, noise_levels
+from clover_jax.diffusion.corrupt import (
+    FALL,
+    Example,
+    block_noise,
+    frontier_noise,
+    looks_decoded,
+    make_batch,
+    noise_levels,
+)
 
 PAD, PROMPT = 0, 100  # prompt tokens are 100, 101, ..., response tokens 1, 2, ...
 SAMPLES = 4000
@@ -212,3 +220,50 @@ def test_complementary_views():
     left = (exists & ~one.block_masked.all(-1)) * 4
     np.testing.assert_array_equal(two.block_n_valid[:, 3:], left)
     assert (left == 0)[exists].any() and left.any()
+
+
+def test_frontier_noise():
+    """Known up to the frontier, a masked response token; past it masked but for islands."""
+    frontiers, islands, past = [], 0, 0
+    for sample in range(SAMPLES):
+        masked, factor = frontier_noise(0, 0, sample, 0, [8, 3], 8)
+        for row, weight, length in zip(masked, factor, (8, 3), strict=True):
+            frontier = int(row.argmax())
+            assert frontier < length
+            assert not row[:frontier].any() and row[length:].all()
+            np.testing.assert_allclose(weight[frontier:], FALL ** np.arange(8 - frontier))
+            islands += int((~row[frontier + 1 : length]).sum())
+            past += len(row[frontier + 1 : length])
+        frontiers.append(masked.argmax(axis=-1))
+    counts = np.bincount(np.asarray(frontiers)[:, 0], minlength=8)
+    assert (abs(counts - SAMPLES / 8) < 5 * np.sqrt(SAMPLES / 8)).all()
+    assert abs(islands / past - 0.1) < 0.02
+    one, again, other = (
+        np.stack([frontier_noise(0, 0, sample, view, [8, 3], 8)[0] for sample in range(SAMPLES)])
+        for view in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(one, again)
+    assert (one != other).any(axis=(1, 2)).mean() > 0.8
+
+
+def test_share_of_samples_with_frontier_noise():
+    drawn = [looks_decoded(0, 0, sample, 0.25) for sample in range(SAMPLES)]
+    assert abs(np.mean(drawn) - 0.25) < 0.05
+    args = {"time": 16, "blocks": 3, "block": 4, "pad_id": PAD, "seed": 0, "epoch": 0}
+    args |= {"pad_weight": 0.05, "complementary": True}
+    plain = make_batch(EXAMPLES, **args)
+    some, every = (make_batch(EXAMPLES, **args, frontier_share=share) for share in (0.5, 1.0))
+    for r, e in enumerate(EXAMPLES):
+        same = all(np.array_equal(a[r], b[r]) for a, b in zip(plain, some, strict=True))
+        assert same != looks_decoded(0, 0, e.sample, 0.5)
+        used = -(-len(e.response) // 4)
+        masked, factor = frontier_noise(
+            0, 0, e.sample, 1, [min(4, len(e.response) - 4 * b) for b in range(used)], 4
+        )
+        np.testing.assert_array_equal(every.block_masked[r, 3 : 3 + used], masked)
+        np.testing.assert_allclose(
+            every.block_weight[r, 3 : 3 + used], factor * plain.block_weight[r, :used], rtol=1e-6
+        )
+        assert (every.block_n_valid[r, 3 : 3 + used] == 4).all()
+    for name in ("tokens", "target_weight", "block_index", "block_tokens"):
+        np.testing.assert_array_equal(getattr(every, name), getattr(plain, name))
