@@ -40,6 +40,20 @@ def test_transformers_at_many_lengths(capsys, length: int):
     assert sum(row["positions"] for row in report["logits"][:1]) == 2 * length
 
 
+UNEVEN = {
+    "attention.num_heads": 6, "attention.num_kv_heads": 3, "attention.head_dim": 20,
+    "delta.num_value_heads": 6, "delta.key_head_dim": 12, "delta.value_head_dim": 10,
+    "moe.num_experts": 5, "moe.top_k": 3, "num_layers": 8, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def test_transformers_on_uneven_head_counts(capsys, tmp_path: Path):
+    """A Clover folder, too: its causal trunk is the base's model."""
+    cfg = config(**UNEVEN)
+    save(tmp_path / "model", cfg, draw(cfg, seed=3))
+    verify(capsys, tmp_path / "model", "hf", "--length", 77, "--rows", 3)
+
+
 def test_transformers_on_the_model_that_ships(capsys):
     verify(capsys, packaged_model(), "hf", "--length", 200)
     verify(capsys, packaged_model(), "hf", "--prompt", "How many legs: 3 cats, 2 ants?")
@@ -68,6 +82,7 @@ def test_transformers_in_bfloat16(capsys):
         {"bd_gdn.block_bias": "decay", "bd_gdn.logit_scale": "softplus"},
         {"bd_gdn.history_logit": "read_norm", "bd_gdn.history_query": "scaled"},
         {"bd_gdn.right_order": "next_last", "bd_gdn.empty_history": "drop"},
+        UNEVEN,
     ],
     ids=lambda changes: ",".join(f"{k}={v}" for k, v in changes.items()) or "defaults",
 )
