@@ -5,6 +5,7 @@ scan compiles once per group shape; the tuple avoids the copies that slicing sta
 so small models decode faster with it.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -60,18 +61,20 @@ def stack_specs(cfg: ModelConfig) -> Groups:
     )
 
 
-def unstack_layers(layers: Groups) -> tuple[LinearLayer | FullLayer, ...]:
-    """The same layers as a tuple, in order."""
+def each_layer(layers: Layers) -> Iterator[LinearLayer | FullLayer]:
+    """The layers in order; of stacked ones, one copy at a time."""
+    if isinstance(layers, tuple):
+        yield from layers
+        return
     groups, per_group = jax.tree.leaves(layers.linear)[0].shape[:2]
-    out: list[LinearLayer | FullLayer] = []
     for g in range(groups):
-        out += [jax.tree.map(lambda a, g=g, j=j: a[g, j], layers.linear) for j in range(per_group)]
-        out.append(jax.tree.map(lambda a, g=g: a[g], layers.full))
-    return tuple(out)
+        for j in range(per_group):
+            yield jax.tree.map(lambda a, g=g, j=j: a[g, j], layers.linear)
+        yield jax.tree.map(lambda a, g=g: a[g], layers.full)
 
 
 def stack_layers(layers: tuple[LinearLayer | FullLayer, ...], cfg: ModelConfig) -> Groups:
-    """Inverse of `unstack_layers`."""
+    """Inverse of `each_layer`."""
     per_group = cfg.linear_per_group
     linear = [
         jax.tree.map(lambda *a: jnp.stack(a), *layers[i : i + per_group])

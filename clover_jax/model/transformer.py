@@ -22,9 +22,9 @@ from clover_jax.model.stack import (
     Layers,
     StackStats,
     apply_stack,
+    each_layer,
     stack_layers,
     stack_specs,
-    unstack_layers,
 )
 from clover_jax.params import ParamSpec, normal, zeros
 
@@ -86,7 +86,7 @@ def unstack(params: Params) -> Params:
     """The same weights with layers as a tuple: no slicing copies while decoding."""
     if isinstance(params.layers, tuple):
         return params
-    return params.replace(layers=unstack_layers(params.layers))  # pyright: ignore
+    return params.replace(layers=tuple(each_layer(params.layers)))  # pyright: ignore
 
 
 def restack(params: Params, cfg: ModelConfig) -> Params:

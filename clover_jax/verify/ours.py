@@ -30,7 +30,7 @@ from clover_jax.model.deltanet import PrefixState, causal_conv, causal_gdn, gdn_
 from clover_jax.model.moe import moe, router_logits
 from clover_jax.model.norm import rms_norm
 from clover_jax.model.rope import rope_tables
-from clover_jax.model.stack import existing_experts, unstack_layers
+from clover_jax.model.stack import each_layer, existing_experts
 from clover_jax.model.transformer import Params, extend, unembed
 from clover_jax.verify.trace import Tensors
 from pallas_kernels.block_attention import KV_TILE, block_attention
@@ -52,12 +52,6 @@ class LayerInputs(NamedTuple):
     moe_in: Any
 
 
-def each_layer(params: Params) -> tuple[Any, ...]:
-    """The layers in order."""
-    layers = params.layers
-    return layers if isinstance(layers, tuple) else unstack_layers(layers)
-
-
 def layer_taps(params: Params, theirs: Tensors, *, cfg: ModelConfig) -> Iterator[tuple[int, dict]]:
     """Our tensors of every layer whose inputs the other side recorded.
 
@@ -71,7 +65,7 @@ def layer_taps(params: Params, theirs: Tensors, *, cfg: ModelConfig) -> Iterator
         what the whole layer gives.
     """
     allowed = existing_experts(cfg)
-    for i, p in enumerate(each_layer(params)):
+    for i, p in enumerate(each_layer(params.layers)):
         at = f"layers.{i}."
         before = theirs.get(f"hidden.{i - 1}" if i else "embed")
         if before is None and i == 0:
@@ -89,7 +83,7 @@ def own_taps(
 ) -> Iterator[tuple[int, dict]]:
     """As `layer_taps`, every layer fed our own residual stream."""
     x, allowed = params.embed_tokens[ids], existing_experts(cfg)
-    for i, p in enumerate(each_layer(params)):
+    for i, p in enumerate(each_layer(params.layers)):
         found = _own_taps(p, x, None if allowed is None else allowed[i], cfg=cfg)
         x = found["hidden"]
         yield i, {name: found[name] for name in TAPS if name in found}
@@ -101,7 +95,7 @@ def running_hidden(
     """The residual stream after each layer, every layer fed our own."""
     x = params.embed_tokens[ids]
     allowed = existing_experts(cfg)
-    for i, p in enumerate(each_layer(params)):
+    for i, p in enumerate(each_layer(params.layers)):
         x = _whole_layer(p, x, None if allowed is None else allowed[i], cfg=cfg)
         yield x
 

@@ -30,7 +30,7 @@ from clover_jax.model.deltanet import PrefixState, gdn_inputs, split_heads
 from clover_jax.model.moe import moe, route, router_logits
 from clover_jax.model.norm import rms_norm
 from clover_jax.model.rope import rope_tables
-from clover_jax.model.stack import existing_experts
+from clover_jax.model.stack import each_layer, existing_experts
 from clover_jax.model.transformer import (
     CleanInput,
     NoisyInput,
@@ -44,7 +44,7 @@ from clover_jax.params import named_leaves
 from clover_jax.verify.causal import ROUTED, versions
 from clover_jax.verify.compare import Report, Tap, compare_logits, compare_tap
 from clover_jax.verify.limits import LIMITS, Limits
-from clover_jax.verify.ours import ENV, LayerInputs, each_layer
+from clover_jax.verify.ours import ENV, LayerInputs
 from clover_jax.verify.trace import Tensors, as_float
 from pallas_kernels.block_attention import KV_TILE, BlockKV, block_attention
 
@@ -123,7 +123,7 @@ def preview_taps(
     """
     allowed = existing_experts(cfg)
     length = theirs["ids"].shape[1]
-    for i, p in enumerate(each_layer(params)):
+    for i, p in enumerate(each_layer(params.layers)):
         at, own = f"preview.layers.{i}.", f"prefix.layers.{i}."
         before = theirs[f"preview.hidden.{i - 1}" if i else "preview.embed"]
         parts = LayerInputs(before, *(theirs[at + n] for n in LayerInputs._fields[1:]))
