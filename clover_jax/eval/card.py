@@ -274,15 +274,24 @@ class _Store:
             folder.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(head) + "\n")
             return
-        first, *lines = self._path.read_text().splitlines(keepends=True) or [""]
-        if first != json.dumps(head) + "\n":
+        first, *lines = self._path.read_text().splitlines(keepends=True) or ["{}"]
+        try:
+            known = json.loads(first)
+        except ValueError:
+            known = {}
+        weights_then = known.get("weights", {})
+        merged = {**weights_then, **head["weights"]}  # a control may join later
+        if known.get("config") != head["config"] or {**merged, **weights_then} != merged:
             raise CloverError(
                 f"{self._path} holds figures of other weights or settings: repeat those, or choose "
                 "another folder"
             )
         whole = [line for line in lines if line.endswith("\n")]
-        if len(whole) < len(lines):  # a crash cut the last line off
-            self._path.write_text(first + "".join(whole))
+        if len(whole) < len(lines) or merged != weights_then:  # a crash cut the last line off
+            text = json.dumps({**head, "weights": merged}) + "\n" + "".join(whole)
+            building = self._path.with_name(self._path.name + ".part")
+            building.write_text(text)
+            building.replace(self._path)
         self.cells = {line["key"]: line["cell"] for line in map(json.loads, whole)}
 
     def add(self, key: str, cell: Any) -> None:

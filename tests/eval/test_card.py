@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from clover_jax.config import canonical_json
 from clover_jax.data import tasks
 from clover_jax.errors import CloverError
 from clover_jax.eval import card, card_report
@@ -96,9 +97,19 @@ def _is_told_and_drawn(cells, out):
 
 
 def test_parts_of_a_card(model: Path, tmp_path: Path):
-    """Without the converted model there is neither a frontier nor a replay, and a table still."""
+    """Without the converted model there is neither a frontier nor a replay, and a table still.
+
+    Weights may join later; those that are known already must be the same.
+    """
     cells = card.measure({"parent": model}, SIZES, tmp_path)
     assert "### Accuracy" in card_report.markdown(cells)
+    settings, known = canonical_json(SIZES), json.loads(card._fingerprints({"parent": model}))
+    joined = card._Store(tmp_path, settings, json.dumps({"control": "b"}))
+    assert joined.cells == cells
+    head = json.loads((tmp_path / "cells.jsonl").read_text().splitlines()[0])
+    assert head["weights"] == {**known, "control": "b"}
+    with pytest.raises(CloverError, match="other weights"):
+        card._Store(tmp_path, settings, json.dumps({"control": "c"}))
 
 
 def test_refusals(tmp_path: Path):
