@@ -63,11 +63,11 @@ def clover_35b_a3b() -> ModelConfig:
 
 
 def clover_nano() -> ModelConfig:
-    """The model that ships in the package: 4 layers, 32 experts top-4, trained on two CPU cores."""
+    """The model that ships in the package: 8 layers, 32 experts top-4, trained on two CPU cores."""
     return clover_35b_a3b().replace(
         vocab_size=512,
         hidden_size=128,
-        num_layers=4,
+        num_layers=8,
         max_position_embeddings=2048,
         dtype="float32",
         attention=AttentionConfig(
