@@ -61,7 +61,12 @@ def draw(cfg: ModelConfig, seed: int = 0) -> Params:
             mean, std = (1.0 if path.endswith("linear_attn.norm") else 0.0), 0.3
         else:
             mean, std = NORMAL.get(leaf, (0.0, 0.15))
-        return (mean + std * rng.standard_normal(spec.shape)).astype(spec.dtype)
+        drawn = mean + std * rng.standard_normal(spec.shape)
+        if leaf == "in_proj_qkv":  # keys like queries: what is read never cancels to noise
+            width = cfg.delta.num_key_heads * cfg.delta.key_head_dim
+            drawn[..., width : 2 * width] *= 0.5
+            drawn[..., width : 2 * width] += 0.8 * drawn[..., :width]
+        return drawn.astype(spec.dtype)
 
     specs = param_specs(cfg)
     leaves = [one(path, spec) for path, spec in named_leaves(specs).items()]
