@@ -13,12 +13,14 @@ from clover_jax import checkpoint
 from clover_jax.checkpoint.gguf_export import export_gguf
 from clover_jax.cli.session import packaged_model
 from clover_jax.config import ModelConfig
+from clover_jax.data.tokenizer import Tokenizer
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
 from clover_jax.model.transformer import CleanInput, Params, forward, unembed
 from clover_jax.presets import clover_nano
 from clover_jax.verify.llama import llama_logits
 from tests.checkpoint.folders import clover_small, random_params
+from tests.helpers.texts import solved_problems
 
 # Groups of three value heads, a rotary width that is no multiple of six, 32-blocks for q8_0.
 SMALL = clover_nano().replace(
@@ -65,13 +67,17 @@ def test_llama_cpp_agrees_on_random_weights(small: Path, tmp_path: Path):
 
 
 def test_llama_cpp_agrees_on_nano(tmp_path: Path):
-    """The causal trunk of the model that ships, on 2,000 tokens: top-1 wherever it is clear."""
+    """The causal trunk of the model that ships, on 2,000 tokens: top-1 wherever it is clear.
+
+    Of solved problems: on random tokens its routers nearly tie somewhere, and another expert gives
+    other logits.
+    """
     cfg, params, _ = checkpoint.load(packaged_model(), dtype="float32")
     report = export_gguf(packaged_model(), tmp_path / "m.gguf")
     assert report.left_out == 4 * cfg.num_layers * 3 // 4
-    worst = 0.0
+    worst, tokenizer = 0.0, Tokenizer.load(packaged_model())
     for part in range(4):
-        ids = np.random.default_rng(part).integers(0, cfg.vocab_size, 500).tolist()
+        ids = solved_problems(tokenizer, 500, skip=12 * part)
         theirs, ours = llama_logits(tmp_path / "m.gguf", ids), our_logits(cfg, params, ids)
         worst = max(worst, divergence(ours, theirs).max())
         best = np.sort(ours, axis=-1)

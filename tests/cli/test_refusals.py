@@ -108,7 +108,7 @@ def test_wrong_input(clover: Clover, model: Path, stdin: bytes, fragment: str):
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
-        ("", "Expected one of {generate, chat, eval, bench, card, info, checkpoint, train}"),
+        ("", "Expected one of {generate, chat, eval, bench, card, info, verify, logits, checkpoi"),
         ("bogus", "bogus"),
         ("--bogus", "--bogus"),
         ("chat --context x", "--context"),

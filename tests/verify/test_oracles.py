@@ -9,6 +9,8 @@ import pytest
 from clover_jax.checkpoint import save
 from clover_jax.cli import main
 from clover_jax.cli.session import packaged_model
+from clover_jax.data.tokenizer import Tokenizer
+from tests.helpers.texts import solved_problems
 from tests.oracles.clover_tiny import config, draw
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +117,7 @@ def test_torch_training_step(capsys, tmp_path: Path, changes: dict[str, Any]):
 
 @pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0"])
 def test_llama_cpp_on_the_model_that_ships(capsys, kind: str):
-    report = verify(
-        capsys, packaged_model(), "llama.cpp", "--length", 256, "--rows", 2, "--gguf-type", kind
-    )
+    ids = solved_problems(Tokenizer.load(packaged_model()), 400)
+    words = ("--token-ids", " ".join(map(str, ids)), "--gguf-type", kind)
+    report = verify(capsys, packaged_model(), "llama.cpp", *words)
     assert report["versions"]["theirs"]["type"] == kind
