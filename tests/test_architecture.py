@@ -10,8 +10,8 @@ SOURCES = sorted(
 # A module may import from its own layer and those to its left.
 LAYERS = [
     ("pallas_kernels",),
-    ("clover_jax.errors", "clover_jax.config", "clover_jax.presets", "clover_jax.params",
-     "clover_jax.env", "clover_jax.sharding", "clover_jax.cache"),
+    ("clover_jax.errors", "clover_jax.files", "clover_jax.config", "clover_jax.presets",
+     "clover_jax.params", "clover_jax.env", "clover_jax.sharding", "clover_jax.cache"),
     ("clover_jax.model",),
     ("clover_jax.data", "clover_jax.checkpoint"),
     ("clover_jax.diffusion",),

@@ -13,7 +13,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import math
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from clover_jax.checkpoint.report import NormStorage
 from clover_jax.checkpoint.safetensors_io import MappedFiles
 from clover_jax.config import ModelConfig
 from clover_jax.errors import CloverError
+from clover_jax.files import whole_file
 from clover_jax.model.transformer import param_specs
 from clover_jax.params import ParamSpec, named_leaves
 
@@ -148,8 +148,7 @@ def export_gguf(
     kind = lambda name, shape: (
         wanted if len(shape) > 1 and shape[-1] % 32 == 0 and _matrix(name) else kinds.F32
     )
-    building = target.with_name(f"{target.name}.{os.getpid()}.part")
-    try:
+    with whole_file(target) as building:
         writer = gguf.GGUFWriter(building, ARCH)
         _describe(writer, cfg)
         count = 0
@@ -166,11 +165,6 @@ def export_gguf(
                 data = np.ascontiguousarray(tensor, np.float32)
                 writer.write_tensor_data(gguf.quantize(data, kind(name, data.shape)))
         writer.close()
-        building.replace(target)
-    except OSError as error:
-        raise CloverError(f"{target} cannot be written: {error}") from None
-    finally:
-        building.unlink(missing_ok=True)
     left_out = sum(
         len(found) for path, found in survey.sources.items() if leaf_kind(path) in BLOCK_DIFFUSION
     )

@@ -135,8 +135,10 @@ def load_with_bar(
     """The weights of a folder; a bar on stderr if they are large and someone looks."""
     console = Console(stderr=True)
     columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        bar.disable = not console.is_terminal
+    quiet = not console.is_terminal
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=quiet
+    ) as bar:
         task = None
 
         def show(done: int, total: int) -> None:

@@ -19,6 +19,7 @@ from clover_jax.data.tokenizer import Tokenizer
 from clover_jax.diffusion.corrupt import Example, make_batch
 from clover_jax.diffusion.loss import LossConfig
 from clover_jax.errors import CloverError
+from clover_jax.eval.card_report import require_pyplot
 from clover_jax.model.transformer import Params
 from clover_jax.verify.causal import compare_causal, our_trace, versions
 from clover_jax.verify.compare import Report
@@ -67,6 +68,7 @@ def _check(flags: Verify) -> None:
             raise CloverError(f"--{flag} is {value}: expected at least {least}")
     if flags.png is not None:
         _check_place(flags.png, "--png")
+        require_pyplot()
     if (flags.against is None) == (flags.endpoint is None):
         raise CloverError("expected one of --against and --endpoint")
     if flags.max_gap <= 0 or flags.timeout <= 0:

@@ -132,15 +132,13 @@ def make_batch(
             one clean pass serves a prediction of every token (Fast-dLLM v2's complementary masks).
         frontier_share: share of the samples with frontier noise, in both views if there are two.
     """
-    rows = len(examples)
+    rows, views = len(examples), 2 if complementary else 1
     tokens = np.full((rows, time), pad_id, np.int32)
     target_weight = np.zeros((rows, time), np.float32)
     index = np.zeros((rows, blocks), np.int32)
     block_tokens = np.full((rows, blocks, block), pad_id, np.int32)
-    masked = np.zeros((rows, blocks, block), bool)
-    n_valid = np.zeros((rows, blocks), np.int32)
-    weight = np.zeros((rows, blocks, block), np.float32)
-    decoded: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+    masked = np.zeros((views, rows, blocks, block), bool)
+    weight = np.zeros((views, rows, blocks, block), np.float32)
     for r, example in enumerate(examples):
         prompt, response = len(example.prompt), len(example.response)
         tokens[r, : prompt + response] = [*example.prompt, *example.response]
@@ -150,29 +148,27 @@ def make_batch(
         flat = block_tokens[r, :used].reshape(-1)
         flat[:response] = example.response
         block_tokens[r, :used] = flat.reshape(used, block)
-        masked[r, :used] = block_noise(seed, epoch, example.sample, used, block)
-        n_valid[r, :used] = block
         flat_weight = np.full(used * block, pad_weight, np.float32)
         flat_weight[:response] = 1.0
-        weight[r, :used] = flat_weight.reshape(used, block)
-        if used and looks_decoded(seed, epoch, example.sample, frontier_share):
-            in_block = [min(block, response - block * b) for b in range(used)]
-            decoded[r] = [
-                frontier_noise(seed, epoch, example.sample, view, in_block, block)
-                for view in range(2)
-            ]
-    others, other_weight = ~masked & (n_valid > 0)[..., None], weight.copy()
-    for r, (first, second) in decoded.items():
-        used = len(first[0])
-        masked[r, :used], others[r, :used] = first[0], second[0]
-        weight[r, :used] *= first[1]
-        other_weight[r, :used] *= second[1]
-    if complementary:
-        twice = lambda a: np.concatenate([a, a], axis=1)
-        index, block_tokens = twice(index), twice(block_tokens)
-        weight = np.concatenate([weight, other_weight], axis=1)
-        masked = np.concatenate([masked, others], axis=1)
-        # A block whose other positions are none has no second view.
-        n_valid = np.concatenate([n_valid, np.where(others.any(-1), n_valid, 0)], axis=1)
-    lengths = np.asarray([e.length for e in examples], np.int32)
-    return Batch(tokens, lengths, target_weight, index, block_tokens, masked, n_valid, weight)
+        weight[:, r, :used] = flat_weight.reshape(used, block)
+        noise = (seed, epoch, example.sample)
+        if looks_decoded(*noise, frontier_share):
+            lengths = [min(block, response - block * b) for b in range(used)]
+            for view in range(views):
+                masked[view, r, :used], factor = frontier_noise(*noise, view, lengths, block)
+                weight[view, r, :used] *= factor
+        else:
+            first = block_noise(*noise, used, block)
+            masked[:, r, :used] = np.stack([first, ~first])[:views]
+    # Views side by side. A block of which a view masks nothing is none there.
+    beside = lambda a: np.concatenate(list(a), axis=1)
+    return Batch(
+        tokens=tokens,
+        n_valid=np.asarray([e.length for e in examples], np.int32),
+        target_weight=target_weight,
+        block_index=beside([index] * views),
+        block_tokens=beside([block_tokens] * views),
+        block_masked=beside(masked),
+        block_n_valid=beside(np.where(masked.any(-1), block, 0).astype(np.int32)),
+        block_weight=beside(weight),
+    )

@@ -26,6 +26,7 @@ from clover_jax.env import Env
 from clover_jax.errors import CloverError
 from clover_jax.eval.held_out import answer
 from clover_jax.eval.replay import reference_blocks, replay
+from clover_jax.files import whole_file
 from clover_jax.model.transformer import CleanInput, NoisyInput, forward
 
 MAX_TOKENS = 160  # the longest reference has 108
@@ -289,9 +290,8 @@ class _Store:
         whole = [line for line in lines if line.endswith("\n")]
         if len(whole) < len(lines) or merged != weights_then:  # a crash cut the last line off
             text = json.dumps({**head, "weights": merged}) + "\n" + "".join(whole)
-            building = self._path.with_name(self._path.name + ".part")
-            building.write_text(text)
-            building.replace(self._path)
+            with whole_file(self._path) as building:
+                building.write_text(text)
         self.cells = {line["key"]: line["cell"] for line in map(json.loads, whole)}
 
     def add(self, key: str, cell: Any) -> None:

@@ -16,10 +16,9 @@ from clover_jax.verify.compare import (
     compare_continuation,
     compare_logits,
     compare_routing,
-    compare_running,
     compare_tap,
 )
-from clover_jax.verify.limits import LIMITS, Limits
+from clover_jax.verify.limits import Limits
 from clover_jax.verify.trace import Tensors, as_float
 
 ROUTED = ("moe_out", "hidden")  # taps that follow from the choice of experts
@@ -56,28 +55,27 @@ def compare_causal(
     against: str,
     precision: str,
     progress: Callable[[str], None],
-    limits: Limits | None = None,
+    limits: Limits,
 ) -> Report:
     """Every tap, the residual stream, the logits by three ways of reading, the continuation.
 
     Args:
-        cfg: the model; its dtype chooses the limits.
+        cfg: the model.
         params: our weights.
         theirs: a trace; what it lacks is left out.
         their_versions: what its writer says about itself.
         against: name of the other side.
         precision: of our matmuls, "highest" or "default".
         progress: called with what is being done.
-        limits: of logits and continuation; those of the dtype if None.
+        limits: of this kind of comparison.
     """
-    limits, dtype = limits or LIMITS[cfg.dtype], cfg.dtype
     ids = np.asarray(theirs["ids"])
     rows, length = ids.shape
     taps, running, logits, continued = [], [], [], []
     with jax.default_matmul_precision(precision):
         if "embed" in theirs:
             taps.append(
-                compare_tap(None, "embed", params.embed_tokens[ids], theirs["embed"], dtype)
+                compare_tap(None, "embed", params.embed_tokens[ids], theirs["embed"], limits)
             )
         for i, found in ours.layer_taps(params, theirs, cfg=cfg):
             progress(f"layer {i} of {cfg.num_layers}")
@@ -87,15 +85,20 @@ def compare_causal(
                 if recorded is None:
                     continue
                 if name == "router_logits":
-                    tap, clear = compare_routing(i, tensor, recorded, dtype, top_k=cfg.moe.top_k)
+                    tap, clear = compare_routing(i, tensor, recorded, limits, top_k=cfg.moe.top_k)
                 else:
                     where = clear if name in ROUTED else None
-                    tap = compare_tap(i, name, tensor, recorded, dtype, where=where)
+                    tap = compare_tap(i, name, tensor, recorded, limits, where=where)
                 taps.append(tap)
         if any(name.startswith("hidden.") for name in theirs):
             for i, hidden in enumerate(ours.running_hidden(params, jnp.asarray(ids), cfg=cfg)):
                 if f"hidden.{i}" in theirs:
-                    running.append(compare_running(i, hidden, theirs[f"hidden.{i}"], dtype))
+                    recorded = theirs[f"hidden.{i}"]
+                    running.append(
+                        compare_tap(
+                            i, "running hidden", hidden, recorded, limits, limit=limits.hidden
+                        )
+                    )
         if "logits" in theirs:
             first = length - theirs["logits"].shape[1]
             n = theirs["continuation"].shape[1] if "continuation" in theirs else 0
@@ -107,7 +110,7 @@ def compare_causal(
                 logits.append(compare_logits(path, got, want, limits))
             if n:
                 progress("continuation")
-                tokens, _ = passes.continuation(cache, n)
+                tokens = passes.continuation(cache, n)
                 theirs_margin = as_float(theirs["continuation.margin"])
                 continued = [
                     compare_continuation(*row, limits)
@@ -118,7 +121,7 @@ def compare_causal(
     return Report(
         against=against,
         versions={"ours": versions(), "theirs": their_versions},
-        dtype=dtype,
+        dtype=cfg.dtype,
         precision=precision,
         rows=rows,
         length=length,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from clover_jax.verify.limits import LIMITS, Limits, kl, relative_rms
+from clover_jax.verify.limits import Limits, kl, relative_rms
 from clover_jax.verify.trace import as_float
 
 # A single operation; every other tap is a layer or a scan over time.
@@ -139,12 +139,23 @@ def compare_tap(
     tap: str,
     ours: Any,
     theirs: Any,
-    dtype: str,
+    limits: Limits,
     *,
     where: np.ndarray | None = None,
+    limit: float | None = None,
 ) -> Tap:
-    """One tensor of both sides; with `where`, bool over its leading axes, only those positions."""
-    limits, mine, other = LIMITS[dtype], as_float(ours), as_float(theirs)
+    """One tensor of both sides.
+
+    Args:
+        layer: its layer, None for what belongs to no layer.
+        tap: its name; operations have a narrower limit than layers.
+        ours: our tensor.
+        theirs: theirs.
+        limits: of this comparison.
+        where: bool over the leading axes; only those positions are compared.
+        limit: of the relative RMS, instead of the tap's own.
+    """
+    mine, other = as_float(ours), as_float(theirs)
     if mine.shape != other.shape:
         return Tap(layer=layer, tap=f"{tap} shape {mine.shape}, theirs {other.shape}",
                    max_abs=np.inf, relative_rms=np.inf, limit=0.0)  # fmt: skip
@@ -156,31 +167,26 @@ def compare_tap(
     else:
         error = relative_rms(mine[exists], other[exists])
         largest = float(np.abs(mine[exists] - other[exists]).max(initial=0.0))
-    kind = limits.op if tap in OPS else limits.layer
+    if limit is None:
+        limit = limits.op if tap in OPS else limits.layer
     near = 0 if where is None else int((~where).sum())
     return Tap(
-        layer=layer, tap=tap, max_abs=largest, relative_rms=error, limit=kind, near_ties=near
+        layer=layer, tap=tap, max_abs=largest, relative_rms=error, limit=limit, near_ties=near
     )  # fmt: skip
 
 
 def compare_routing(
-    layer: int, ours: Any, theirs: Any, dtype: str, *, top_k: int
+    layer: int, ours: Any, theirs: Any, limits: Limits, *, top_k: int
 ) -> tuple[Tap, np.ndarray]:
     """Router logits and the choices they lead to; also bool, where the choice is clear."""
-    limits, mine, other = LIMITS[dtype], as_float(ours), as_float(theirs)
-    found = compare_tap(layer, "router_logits", ours, theirs, dtype)
+    mine, other = as_float(ours), as_float(theirs)
+    found = compare_tap(layer, "router_logits", mine, other, limits)
     if mine.shape != other.shape:
         return found, np.ones(other.shape[:-1], bool)
     differing, _ = choices_apart(mine, other, top_k, limits.routing)
     clear = gap(other, top_k) >= limits.routing
     found = dataclasses.replace(found, differing=differing, near_ties=int((~clear).sum()))
     return found, clear
-
-
-def compare_running(layer: int, ours: Any, theirs: Any, dtype: str) -> Tap:
-    """The residual stream after a layer."""
-    found = compare_tap(layer, "running hidden", ours, theirs, dtype)
-    return dataclasses.replace(found, limit=LIMITS[dtype].hidden)
 
 
 def choices_apart(ours: np.ndarray, theirs: np.ndarray, k: int, margin: float) -> tuple[int, int]:

@@ -38,15 +38,14 @@ from pallas_kernels.block_attention import KV_TILE, block_attention
 ENV = Env()
 # A layer's tensors in the order in which it computes them.
 TAPS = (
-    "mixer_in", "q", "k", "v", "beta", "g", "o", "state", "mixer_out",
-    "moe_in", "router_logits", "moe_out", "hidden",
+    "mixer_in", "q", "k", "v", "beta", "g", "history_share", "o", "state", "mixer_out",
+    "moe_in", "router_logits", "experts", "moe_out", "hidden",
 )  # fmt: skip
 
 
-class LayerInputs(NamedTuple):
+class Fed(NamedTuple):
     """What the other side fed to the parts of one layer, each [rows, time, width]."""
 
-    before: Any  # residual stream
     mixer_in: Any
     mixer_out: Any
     moe_in: Any
@@ -70,11 +69,10 @@ def layer_taps(params: Params, theirs: Tensors, *, cfg: ModelConfig) -> Iterator
         before = theirs.get(f"hidden.{i - 1}" if i else "embed")
         if before is None and i == 0:
             before = params.embed_tokens[theirs["ids"]]
-        parts = [theirs.get(at + name) for name in LayerInputs._fields[1:]]
+        parts = [theirs.get(at + name) for name in Fed._fields]
         if before is None or any(part is None for part in parts):
             continue
-        own = None if allowed is None else allowed[i]
-        found = _fed_taps(p, LayerInputs(before, *parts), own, cfg=cfg)
+        found = _taps(p, before, Fed(*parts), None if allowed is None else allowed[i], cfg=cfg)
         yield i, {name: found[name] for name in TAPS if name in found}
 
 
@@ -84,7 +82,7 @@ def own_taps(
     """As `layer_taps`, every layer fed our own residual stream."""
     x, allowed = params.embed_tokens[ids], existing_experts(cfg)
     for i, p in enumerate(each_layer(params.layers)):
-        found = _own_taps(p, x, None if allowed is None else allowed[i], cfg=cfg)
+        found = _taps(p, x, None, None if allowed is None else allowed[i], cfg=cfg)
         x = found["hidden"]
         yield i, {name: found[name] for name in TAPS if name in found}
 
@@ -101,30 +99,17 @@ def running_hidden(
 
 
 @functools.partial(jax.jit, static_argnames="cfg")
-def _fed_taps(p: Any, x: LayerInputs, allowed: Any, *, cfg: ModelConfig) -> dict:
-    """Every part on the other side's input."""
-    return {
-        "mixer_in": rms_norm(x.before, p.input_layernorm, eps=cfg.rms_norm_eps),
-        **_mixer(p, x.mixer_in, cfg),
-        "moe_in": rms_norm(
-            x.before + x.mixer_out, p.post_attention_layernorm, eps=cfg.rms_norm_eps
-        ),
-        **_mixture(p, x.moe_in, allowed, cfg),
-        "hidden": _layer(p, x.before, allowed, cfg),
-    }
-
-
-@functools.partial(jax.jit, static_argnames="cfg")
-def _own_taps(p: Any, before: Array, allowed: Any, *, cfg: ModelConfig) -> dict:
-    """Every part on our own input."""
+def _taps(p: Any, before: Array, fed: Fed | None, allowed: Any, *, cfg: ModelConfig) -> dict:
+    """Every part on what the other side fed to it, or on our own."""
     mixer_in = rms_norm(before, p.input_layernorm, eps=cfg.rms_norm_eps)
-    mixer = _mixer(p, mixer_in, cfg)
-    moe_in = rms_norm(before + mixer["mixer_out"], p.post_attention_layernorm, eps=cfg.rms_norm_eps)
+    mixer = _mixer(p, mixer_in if fed is None else fed.mixer_in, cfg)
+    between = before + (mixer["mixer_out"] if fed is None else fed.mixer_out)
+    moe_in = rms_norm(between, p.post_attention_layernorm, eps=cfg.rms_norm_eps)
     return {
         "mixer_in": mixer_in,
         **mixer,
         "moe_in": moe_in,
-        **_mixture(p, moe_in, allowed, cfg),
+        **_mixture(p, moe_in if fed is None else fed.moe_in, allowed, cfg),
         "hidden": _layer(p, before, allowed, cfg),
     }
 
@@ -181,7 +166,7 @@ def _layout(rows: int, time: int, cfg: ModelConfig) -> Layout:
     return Layout(CleanLayout(jnp.zeros((rows,), jnp.int32), jnp.ones(at.shape, bool), rope), None)
 
 
-_extend = jax.jit(extend, static_argnames=("cfg", "env", "logits"))
+compiled_extend = jax.jit(extend, static_argnames=("cfg", "env", "logits"))
 
 
 class CausalPasses:
@@ -189,7 +174,7 @@ class CausalPasses:
 
     def __init__(self, params: Params, cfg: ModelConfig, rows: int, capacity: int):
         self._params, self._cfg, self._rows, self._capacity = params, cfg, rows, capacity
-        self._extend: Callable = functools.partial(_extend, cfg=cfg, env=ENV)
+        self._extend: Callable = functools.partial(compiled_extend, cfg=cfg, env=ENV)
 
     def read(
         self, ids: np.ndarray, pieces: list[int], first: int = 0
@@ -216,15 +201,12 @@ class CausalPasses:
             at += n
         return jnp.concatenate(parts, axis=1), cache
 
-    def continuation(self, cache: Any, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """n greedy tokens after a cache, [rows, n], and the gaps of the two best logits."""
-        tokens, margins = [], []
-        logits = unembed(self._params, cache.hidden)
+    def continuation(self, cache: Any, n: int) -> np.ndarray:
+        """n greedy tokens after a cache, int32 [rows, n]."""
+        tokens, logits = [], unembed(self._params, cache.hidden)
         ones = np.ones(self._rows, np.int32)
         for _ in range(n):
-            best, index = jax.lax.top_k(logits, 2)
-            tokens.append(np.asarray(index[:, 0]))
-            margins.append(np.asarray(best[:, 0] - best[:, 1]))
-            out = self._extend(self._params, index[:, :1], ones, cache, logits="all")
+            tokens.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+            out = self._extend(self._params, tokens[-1][:, None], ones, cache, logits="all")
             logits, cache = out.logits[:, 0], out.cache
-        return np.stack(tokens, axis=1), np.stack(margins, axis=1)
+        return np.asarray(jnp.stack(tokens, axis=1))

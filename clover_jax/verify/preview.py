@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from clover_jax.cache import DecodeCache, empty_cache
 from clover_jax.checkpoint.hf_map import pieces
@@ -36,7 +37,6 @@ from clover_jax.model.transformer import (
     NoisyInput,
     Params,
     commit_and_preview,
-    extend,
     forward,
     preview,
 )
@@ -44,16 +44,19 @@ from clover_jax.params import named_leaves
 from clover_jax.verify.causal import ROUTED, versions
 from clover_jax.verify.compare import Report, Tap, compare_logits, compare_tap
 from clover_jax.verify.limits import LIMITS, Limits
-from clover_jax.verify.ours import ENV, LayerInputs
+from clover_jax.verify.ours import ENV, TAPS, Fed, compiled_extend
 from clover_jax.verify.trace import Tensors, as_float
 from pallas_kernels.block_attention import KV_TILE, BlockKV, block_attention
 
-# A layer's tensors in the order in which it computes them.
-TAPS = (
-    "mixer_in", "q", "k", "v", "beta", "g", "history_share", "o", "mixer_out",
-    "moe_in", "router_logits", "experts", "moe_out", "hidden",
-)  # fmt: skip
 PARTS = ("loss", "ar_loss", "diffusion_loss", "router_balance", "router_z")
+
+
+_preview = jax.jit(preview, static_argnames=("cfg", "env"))
+_commit_and_preview = jax.jit(commit_and_preview, static_argnames=("cfg", "env"))
+_loss_and_gradients = jax.jit(
+    jax.value_and_grad(training_loss, has_aux=True), static_argnames=("cfg", "env", "loss")
+)
+_forward = jax.jit(forward, static_argnames=("cfg", "env"))
 
 
 def compare_preview(
@@ -78,7 +81,7 @@ def compare_preview(
         precision: of our matmuls, "highest" or "default".
         progress: called with what is being done.
     """
-    limits, dtype = LIMITS[cfg.dtype], cfg.dtype
+    limits = LIMITS[cfg.dtype]
     ids, block, masked = (np.asarray(theirs[f"request.{n}"]) for n in ("ids", "block", "masked"))
     masked = masked.astype(bool)
     taps: list[Tap] = []
@@ -93,7 +96,7 @@ def compare_preview(
                     tap, clear = _compare_experts(i, found[name], theirs[path], margin, limits)
                 else:
                     where = clear if name in ROUTED else None
-                    tap = compare_tap(i, name, found[name], theirs[path], dtype, where=where)
+                    tap = compare_tap(i, name, found[name], theirs[path], limits, where=where)
                 taps.append(tap)
         logits = []
         if "preview.logits" in theirs:
@@ -104,7 +107,7 @@ def compare_preview(
     return Report(
         against="torch-preview",
         versions={"ours": versions(), "theirs": their_versions},
-        dtype=dtype,
+        dtype=cfg.dtype,
         precision=precision,
         rows=len(ids),
         length=ids.shape[1],
@@ -126,46 +129,47 @@ def preview_taps(
     for i, p in enumerate(each_layer(params.layers)):
         at, own = f"preview.layers.{i}.", f"prefix.layers.{i}."
         before = theirs[f"preview.hidden.{i - 1}" if i else "preview.embed"]
-        parts = LayerInputs(before, *(theirs[at + n] for n in LayerInputs._fields[1:]))
+        fed = Fed(*(theirs[at + name] for name in Fed._fields))
         prefix = {n.removeprefix(own): a for n, a in theirs.items() if n.startswith(own)}
         run = _linear_taps if isinstance(p, LinearLayer) else _full_taps
         found, margin = run(
-            p, parts, prefix, None if allowed is None else allowed[i], length=length, cfg=cfg
+            p, before, fed, prefix, None if allowed is None else allowed[i], length=length, cfg=cfg
         )
         yield i, found, margin
 
 
 @functools.partial(jax.jit, static_argnames=("length", "cfg"))
 def _linear_taps(
-    p: LinearLayer, x: LayerInputs, prefix: dict, allowed: Any, *, length: int, cfg: ModelConfig
-) -> tuple[dict, Any]:
-    rows, n = x.mixer_in.shape[:2]
+    p: LinearLayer, before: Array, fed: Fed, prefix: dict, allowed: Any, *,
+    length: int, cfg: ModelConfig,
+) -> tuple[dict, Any]:  # fmt: skip
+    rows, n = before.shape[:2]
     valid = jnp.ones((rows, 1, n), bool)
     state = PrefixState(prefix["state"].astype(jnp.float32), prefix["ring"].astype(cfg.dtype))
     own = p.linear_attn
-    inputs = gdn_inputs(own, x.mixer_in, valid[:, 0])
+    inputs = gdn_inputs(own, fed.mixer_in, valid[:, 0])
     assert cfg.bd_gdn is not None
     q, k, v = split_heads(block_conv(own, state.ring, inputs.qkv, cfg.bd_gdn), cfg)
     empty = jnp.full((rows, 1), length == 0)
     out, o, share = block_gdn(
-        own, x.mixer_in[:, None], valid, state, None, empty, cfg=cfg, env=ENV
+        own, fed.mixer_in[:, None], valid, state, None, empty, cfg=cfg, env=ENV
     )  # fmt: skip
     mixer = {"q": q, "k": k, "v": v, "beta": inputs.beta, "g": inputs.g}
     mixer |= {"history_share": share[:, 0], "o": o[:, 0], "mixer_out": out[:, 0]}
     cache = _one_layer_cache(cfg, rows, length)
     cache = cache._replace(state=state.state[None, None], ring=state.ring[None, None])
-    return _around(p, x, mixer, cache, allowed, cfg)
+    return _around(p, before, fed, mixer, cache, allowed, cfg)
 
 
 @functools.partial(jax.jit, static_argnames=("length", "cfg"))
 def _full_taps(
-    p: Any, x: LayerInputs, prefix: dict, allowed: Any, *, length: int, cfg: ModelConfig
+    p: Any, before: Array, fed: Fed, prefix: dict, allowed: Any, *, length: int, cfg: ModelConfig
 ) -> tuple[dict, Any]:
-    rows, n = x.mixer_in.shape[:2]
+    rows, n = before.shape[:2]
     layout = _layout(rows, n, length, cfg).noisy
     assert layout is not None
     rope = jax.tree.map(lambda a: a[:, 0], layout.rope)
-    q, k, v, gate = attention_inputs(p.self_attn, x.mixer_in, rope, cfg=cfg)
+    q, k, v, gate = attention_inputs(p.self_attn, fed.mixer_in, rope, cfg=cfg)
     cache = _one_layer_cache(cfg, rows, length)
     cells = [(0, 0), (0, cache.capacity - length), (0, 0), (0, 0)]
     keys, values = (jnp.pad(prefix[name], cells)[None] for name in ("k", "v"))
@@ -176,27 +180,28 @@ def _full_taps(
     )  # fmt: skip
     out = attention_output(p.self_attn, mixed, gate)
     cache = cache._replace(k=keys.astype(cfg.dtype), v=values.astype(cfg.dtype))
-    return _around(p, x, {"mixer_out": out}, cache, allowed, cfg)
+    return _around(p, before, fed, {"mixer_out": out}, cache, allowed, cfg)
 
 
 def _around(
-    p: Any, x: LayerInputs, mixer: dict, cache: DecodeCache, allowed: Any, cfg: ModelConfig
-) -> tuple[dict, Any]:
+    p: Any, before: Array, fed: Fed, mixer: dict, cache: DecodeCache, allowed: Any,
+    cfg: ModelConfig,
+) -> tuple[dict, Any]:  # fmt: skip
     """The mixer's tensors, those around it, and the layer as a whole."""
-    rows, n = x.moe_in.shape[:2]
+    rows, n = before.shape[:2]
     norm = functools.partial(rms_norm, eps=cfg.rms_norm_eps)
     valid, blocks = jnp.ones((rows, n), bool), (1, n)
-    moe_out, _ = moe(p.mlp, x.moe_in, valid, allowed, blocks, cfg=cfg, env=ENV)
-    routing, stats = route(p.mlp, x.moe_in, valid, allowed, blocks, cfg=cfg)
+    moe_out, _ = moe(p.mlp, fed.moe_in, valid, allowed, blocks, cfg=cfg, env=ENV)
+    routing, stats = route(p.mlp, fed.moe_in, valid, allowed, blocks, cfg=cfg)
     call: Any = linear_layer if isinstance(p, LinearLayer) else full_layer
     layout = _layout(rows, n, cache.length, cfg)
-    streams = Streams(None, x.before[:, None])
+    streams = Streams(None, before[:, None])
     hidden = call(p, streams, cache, LayerIndex(0, 0, allowed), layout, cfg=cfg, env=ENV)[0].noisy
     found = {
-        "mixer_in": norm(x.before, p.input_layernorm),
+        "mixer_in": norm(before, p.input_layernorm),
         **mixer,
-        "moe_in": norm(x.before + x.mixer_out, p.post_attention_layernorm),
-        "router_logits": router_logits(p.mlp, x.moe_in, allowed),
+        "moe_in": norm(before + fed.mixer_out, p.post_attention_layernorm),
+        "router_logits": router_logits(p.mlp, fed.moe_in, allowed),
         "experts": routing.expert,
         "moe_out": moe_out,
         "hidden": hidden[:, 0],
@@ -225,21 +230,21 @@ def _whole_previews(
     """Logits of the block: after a prefill, and in one pass with the prefix's last tokens."""
     rows, length = ids.shape
     n = np.full(rows, block.shape[1], np.int32)
-    append = jax.jit(functools.partial(extend, cfg=cfg, env=ENV))
-    look = jax.jit(functools.partial(preview, cfg=cfg, env=ENV))
-    fused = jax.jit(functools.partial(commit_and_preview, cfg=cfg, env=ENV))
     taken = lambda count: np.full(rows, count, np.int32)
     cache = empty_cache(cfg, rows, length + block.shape[1])
     if length:
-        cache = append(params, ids, taken(length), cache).cache
-    yield "preview", look(params, block, masked, n, cache)[0]
+        cache = compiled_extend(params, ids, taken(length), cache, cfg=cfg, env=ENV).cache
+    yield "preview", _preview(params, block, masked, n, cache, cfg=cfg, env=ENV)[0]
     if length:
         last = min(length, block.shape[1])
         cache = empty_cache(cfg, rows, length + block.shape[1])
         if length > last:
-            cache = append(params, ids[:, :-last], taken(length - last), cache).cache
+            cache = compiled_extend(
+                params, ids[:, :-last], taken(length - last), cache, cfg=cfg, env=ENV
+            ).cache
         clean = CleanInput(jnp.asarray(ids[:, -last:]), jnp.asarray(taken(last)))
-        yield "fused with a commit", fused(params, clean, block, masked, n, cache)[1]
+        fused = _commit_and_preview(params, clean, block, masked, n, cache, cfg=cfg, env=ENV)
+        yield "fused with a commit", fused[1]
 
 
 def _compare_experts(
@@ -293,22 +298,20 @@ def compare_training(
         loss: weights of the terms, the same that the oracle was given.
         precision: of our matmuls.
     """
-    limits, dtype = LIMITS[cfg.dtype], cfg.dtype
+    limits = LIMITS[cfg.dtype]
     asked = {name: np.asarray(theirs[f"request.{name}"]) for name in (*Batch._fields, "forbidden")}
     forbidden = jnp.asarray(asked.pop("forbidden").astype(bool))
     batch = Batch(**asked | {"block_masked": asked["block_masked"].astype(bool)})
     arrays = as_arrays(batch)
     with jax.default_matmul_precision(precision):
-        run = functools.partial(training_loss, cfg=cfg, env=ENV, loss=loss)
-        (_, parts), grads = jax.jit(jax.value_and_grad(run, has_aux=True))(
-            params, arrays, forbidden
+        (_, parts), grads = _loss_and_gradients(
+            params, arrays, forbidden, cfg=cfg, env=ENV, loss=loss
         )
         clean = CleanInput(arrays.tokens, arrays.n_valid)
         noisy = NoisyInput(
             arrays.block_tokens, arrays.block_masked, arrays.block_n_valid, arrays.block_index
         )
-        both = jax.jit(functools.partial(forward, cfg=cfg, env=ENV, cache=None))
-        hidden = both(params, clean, noisy).hidden
+        hidden = _forward(params, clean, noisy, None, cfg=cfg, env=ENV).hidden
     exists = {
         "clean": np.arange(batch.tokens.shape[1]) < np.asarray(batch.n_valid)[:, None],
         "noisy": np.broadcast_to(
@@ -317,31 +320,24 @@ def compare_training(
     }
     taps = []
     for name, where in exists.items():
-        ours_there = as_float(getattr(hidden, name))[where]
-        found = compare_tap(None, name, ours_there, as_float(theirs[f"train.{name}"])[where], dtype)
-        taps.append(_with_limit(found, f"{name} stream", limits.hidden))
+        pair = as_float(getattr(hidden, name))[where], as_float(theirs[f"train.{name}"])[where]
+        taps.append(compare_tap(None, f"{name} stream", *pair, limits, limit=limits.hidden))
     for name in PARTS:
-        found = compare_tap(None, name, parts[name], theirs[f"train.{name}"], dtype)
-        taps.append(_with_limit(found, name, limits.hidden))
+        pair = parts[name], theirs[f"train.{name}"]
+        taps.append(compare_tap(None, name, *pair, limits, limit=limits.hidden))
     leaves = named_leaves(grads)
     for path, tensors in pieces(cfg).items():
         leaf = np.asarray(leaves[path])
         for piece in tensors:
             name = f"grad.{piece.name}"
-            want = as_float(theirs[name]).reshape(piece.file_shapes[0])
-            found = compare_tap(None, name, piece.to_file(leaf), want, dtype)
-            taps.append(_with_limit(found, name, limits.gradient))
+            pair = piece.to_file(leaf), as_float(theirs[name]).reshape(piece.file_shapes[0])
+            taps.append(compare_tap(None, name, *pair, limits, limit=limits.gradient))
     return Report(
         against="torch-preview, training",
         versions={"ours": versions(), "theirs": their_versions},
-        dtype=dtype,
+        dtype=cfg.dtype,
         precision=precision,
         rows=batch.tokens.shape[0],
         length=batch.tokens.shape[1],
         taps=tuple(taps),
     )
-
-
-def _with_limit(tap: Tap, name: str, limit: float) -> Tap:
-    return Tap(layer=None, tap=name, max_abs=tap.max_abs, relative_rms=tap.relative_rms,
-               limit=limit)  # fmt: skip

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clover_jax.errors import CloverError
+from clover_jax.eval.card_report import require_pyplot
 from clover_jax.verify.compare import Report, Tap
 from clover_jax.verify.endpoint import EndpointRow
 
@@ -28,6 +29,14 @@ def tables(report: Report) -> list[Table | Text]:
         shown.append(Text(line, style="" if row.ok else "red"))
     shown.append(_verdict(report))
     return shown
+
+
+def _table(title: str, *names: str) -> Table:
+    """An empty table; words stand left, numbers right."""
+    table = Table(title=title)
+    for name in names:
+        table.add_column(name, justify="left" if name in ("tap", "read as") else "right")
+    return table
 
 
 def _head(report: Report) -> Text:
@@ -74,10 +83,8 @@ def by_layer(report: Report) -> dict[int, dict[str, Tap]]:
 
 def _by_layer(report: Report) -> Table:
     first = report.first_diverging
-    table = Table(title="relative RMS error, each tap fed their input")
-    table.add_column("layer", justify="right")
-    for name in columns(report):
-        table.add_column(name.replace("_", " "), justify="right")
+    names = ("layer", *(name.replace("_", " ") for name in columns(report)))
+    table = _table("relative RMS error, each tap fed their input", *names)
     for layer, taps in by_layer(report).items():
         cells = [_cell(taps[n]) if n in taps else Text("-") for n in columns(report)]
         style = "red" if first is not None and first.layer == layer else ""
@@ -86,9 +93,8 @@ def _by_layer(report: Report) -> Table:
 
 
 def _worst(report: Report) -> Table:
-    table = Table(title="worst of each tap")
-    for name in ("tap", "layer", "max abs", "relative RMS", "limit", "differing", "near-ties"):
-        table.add_column(name, justify="left" if name == "tap" else "right")
+    names = ("tap", "layer", "max abs", "relative RMS", "limit", "differing", "near-ties")
+    table = _table("worst of each tap", *names)
     named: dict[str, list[Tap]] = {}
     for tap in (*report.taps, *report.running):
         kind = "grad.*" if tap.tap.startswith("grad.") else tap.tap
@@ -110,10 +116,10 @@ def _worst(report: Report) -> Table:
 
 
 def _logits(report: Report) -> Table:
-    table = Table(title="logits")
-    names = ("read as", "positions", "KL mean", "KL p99", "KL max", "max abs", "largest logit")
-    for name in (*names, "top-1", "differing", "near-ties"):
-        table.add_column(name, justify="left" if name == "read as" else "right")
+    table = _table(
+        "logits", "read as", "positions", "KL mean", "KL p99", "KL max", "max abs",
+        "largest logit", "top-1", "differing", "near-ties",
+    )  # fmt: skip
     for row in report.logits:
         table.add_row(
             row.path,
@@ -130,11 +136,11 @@ def _logits(report: Report) -> Table:
 
 def endpoint_table(url: str, rows: Sequence[EndpointRow], limit: float) -> Table:
     """Log-probabilities of a server against ours, one line per prompt."""
-    table = Table(title=f"|log-probability of {url} - ours|, nats, limit {limit:g}")
-    for name in ("prompt tokens", "of them compared", "completion tokens", "mean", "max"):
-        table.add_column(name, justify="right")
-    for name in ("at position", "not our best"):
-        table.add_column(name, justify="right")
+    table = _table(
+        f"|log-probability of {url} - ours|, nats, limit {limit:g}",
+        "prompt tokens", "of them compared", "completion tokens", "mean", "max", "at position",
+        "not our best",
+    )  # fmt: skip
     for row in rows:
         table.add_row(
             *(str(n) for n in (row.prompt, row.compared_prompt, row.compared)),
@@ -156,15 +162,7 @@ def draw(report: Report, path: Path) -> None:
     rows, names = by_layer(report), columns(report)
     if not rows:
         raise CloverError("there are no taps to draw: only logits were compared")
-    try:
-        import matplotlib
-    except ImportError:
-        raise CloverError(
-            "pictures need matplotlib: install clover-jax with its extra `experiments`"
-        ) from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    pyplot = require_pyplot()
     grid = np.full((len(rows), len(names)), np.nan)
     for y, taps in enumerate(rows.values()):
         for x, name in enumerate(names):

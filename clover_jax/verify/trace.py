@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import load_file, save_file
 
 from clover_jax.errors import CloverError
+from clover_jax.files import whole_file
 
 type Tensors = dict[str, Any]  # arrays by name
 
@@ -40,15 +41,12 @@ def read_trace(path: Path) -> tuple[Tensors, dict[str, Any]]:
 def write_trace(path: Path, tensors: Tensors, versions: dict[str, Any]) -> None:
     """Writes all or nothing."""
     arrays = {name: jax.numpy.asarray(tensor) for name, tensor in tensors.items()}
-    building = path.with_name(path.name + ".part")
     try:
-        save_file(arrays, building, metadata={"versions": json.dumps(versions)})
-        building.chmod(0o644)  # the writer leaves it private
-        building.replace(path)
-    except (OSError, SafetensorError) as error:
+        with whole_file(path) as building:
+            save_file(arrays, building, metadata={"versions": json.dumps(versions)})
+            building.chmod(0o644)  # the writer leaves it private
+    except SafetensorError as error:
         raise CloverError(f"{path} cannot be written: {error}") from None
-    finally:
-        building.unlink(missing_ok=True)
 
 
 def as_float(tensor: Any) -> np.ndarray:

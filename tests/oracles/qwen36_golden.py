@@ -1,8 +1,8 @@
 """Writes the tiny Qwen3.6 checkpoint and the tensors its forward pass must give.
 
-Runs alone, under Python 3.11 in an environment of its own (README.md beside this file), and
-imports nothing of this repository. Everything is fp32, seeded and single-path, so that a second
-run on the same machine writes the same bytes.
+Runs under Python 3.11 in an environment of its own (README.md beside this file), and imports
+nothing of this repository but the oracle that traces transformers. Everything is fp32, seeded and
+single-path, so that a second run on the same machine writes the same bytes.
 
     python tests/oracles/qwen36_golden.py tests/goldens/qwen36_tiny
 """
@@ -10,6 +10,7 @@ run on the same machine writes the same bytes.
 import argparse
 import json
 import platform
+import sys
 from pathlib import Path
 
 import safetensors
@@ -18,6 +19,9 @@ import transformers
 from safetensors.torch import save_file
 from transformers import DynamicCache, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "clover_jax" / "verify" / "oracles"))
+from hf_trace import load, whole_pass
 
 SEED = 0
 TOKEN_SEED = 4  # the first one whose tokens keep the routing margin below
@@ -107,61 +111,6 @@ def randomise(model: Qwen3_5MoeForCausalLM) -> None:
             layer.self_attn.k_proj.weight[:d] *= 0.05
 
 
-def record(model: Qwen3_5MoeForCausalLM, trace: dict[str, torch.Tensor]) -> None:
-    """Hooks that write each layer's inner tensors of a whole-sequence pass into `trace`."""
-
-    def keep(name: str, shape: tuple[int, ...] | None = None):
-        def hook(_module, _args, output):
-            tensor = output[0] if isinstance(output, tuple) else output
-            trace[name] = tensor.reshape(*shape) if shape else tensor
-
-        return hook
-
-    def keep_input(name: str):
-        def hook(_module, args, kwargs):
-            trace[name] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
-
-    for i, layer in enumerate(model.model.layers):
-        linear = layer.block_type == "linear_attention"
-        mixer = layer.linear_attn if linear else layer.self_attn
-        at = f"layers.{i}."
-        mixer.register_forward_pre_hook(keep_input(at + "mixer_in"), with_kwargs=True)
-        mixer.register_forward_hook(keep(at + "mixer_out"))
-        layer.mlp.register_forward_pre_hook(keep_input(at + "moe_in"), with_kwargs=True)
-        layer.mlp.register_forward_hook(keep(at + "moe_out"))
-        layer.mlp.gate.register_forward_hook(keep(at + "router_logits", (ROWS, LENGTH, -1)))
-        layer.register_forward_hook(keep(f"hidden.{i}"))
-    model.model.norm.register_forward_hook(keep("final_norm"))
-
-
-def whole_pass(model: Qwen3_5MoeForCausalLM, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One pass over all tokens: logits, inner tensors, and what it leaves in the cache."""
-    trace: dict[str, torch.Tensor] = {}
-    record(model, trace)
-    linear_layers = [i for i, kind in enumerate(model.config.layer_types) if "linear" in kind]
-    order = iter(linear_layers)
-    chunked = modeling.torch_chunk_gated_delta_rule
-
-    def chunked_and_kept(query, key, value, g, beta, **kwargs):
-        o, state = chunked(query, key, value, g=g, beta=beta, **kwargs)
-        at = f"layers.{next(order)}."
-        kept = {"q": modeling.l2norm(query), "k": modeling.l2norm(key), "v": value}
-        kept |= {"beta": beta, "g": g, "o": o}
-        trace.update({at + name: tensor for name, tensor in kept.items()})
-        return o, state
-
-    modeling.torch_chunk_gated_delta_rule = chunked_and_kept
-    cache = DynamicCache(config=model.config)
-    trace["logits"] = model(ids, cache=cache, use_cache=True).logits
-    modeling.torch_chunk_gated_delta_rule = chunked
-    for i in linear_layers:
-        trace[f"layers.{i}.state"] = cache.get_recurrent_state(i, state_idx=0)
-        trace[f"layers.{i}.conv_state"] = cache.get_conv_state(i, state_idx=0)
-    return trace
-
-
 def continued_pass(model: Qwen3_5MoeForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     """Logits of a prefill and then one token at a time, from the prefill's last position on."""
     cache = DynamicCache(config=model.config)
@@ -219,19 +168,12 @@ def main() -> None:
     built.save_pretrained(out)
 
     # From here on the files speak: what is recorded is what they hold.
-    model, info = Qwen3_5MoeForCausalLM.from_pretrained(
-        out,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        experts_implementation="eager",
-        output_loading_info=True,
-    )
-    assert not any(info.values()), info
-    model.eval()
+    model = load(out, torch.float32)
     generator = torch.Generator().manual_seed(TOKEN_SEED)
     ids = torch.randint(0, model.config.vocab_size, (ROWS, LENGTH), generator=generator)
     goldens = {"ids": ids.int(), "continued.logits": continued_pass(model, ids)}
-    goldens |= {**rope_tensors(model), **whole_pass(model, ids)}  # last: it leaves hooks behind
+    goldens |= {**rope_tensors(model), **whole_pass(model, ids, taps=True)}
+    del goldens["embed"]  # rows of the weights
     check(goldens, model.config)
 
     versions = {

@@ -39,26 +39,26 @@ def test_another_choice_counts_unless_it_was_near():
 def test_routing_near_a_tie_is_left_out_and_counted():
     theirs = np.array([[[3.0, 2.0, 1.0], [2.0, 1.9999, 1.0], [1.0, 5.0, 2.0]]])
     ours = np.array([[[3.0, 2.0, 1.0], [1.9999, 2.0, 1.0], [5.0, 1.0, 2.0]]])
-    tap, clear = compare_routing(4, ours, theirs, "float32", top_k=1)
+    tap, clear = compare_routing(4, ours, theirs, LIMIT, top_k=1)
     assert (tap.differing, tap.near_ties, tap.ok) == (1, 1, False)
     assert clear.tolist() == [[True, False, True]]
     values = np.ones((1, 3, 2))
     other = values.copy()
     other[0, 1] = 7.0  # where the experts were nearly tied
-    assert compare_tap(4, "moe_out", values, other, "float32", where=clear).ok
-    assert not compare_tap(4, "moe_out", values, other, "float32").ok
+    assert compare_tap(4, "moe_out", values, other, LIMIT, where=clear).ok
+    assert not compare_tap(4, "moe_out", values, other, LIMIT).ok
 
 
 def test_shapes_and_missing_experts_are_errors():
-    tap = compare_tap(1, "q", np.zeros((2, 3)), np.zeros((3, 2)), "float32")
+    tap = compare_tap(1, "q", np.zeros((2, 3)), np.zeros((3, 2)), LIMIT)
     assert not tap.ok
     assert "shape (2, 3), theirs (3, 2)" in tap.where
     theirs = np.array([[1.0, -np.inf]])
-    tap, clear = compare_routing(0, theirs, theirs, "float32", top_k=1)
+    tap, clear = compare_routing(0, theirs, theirs, LIMIT, top_k=1)
     assert tap.ok
     assert clear.tolist() == [True]
-    assert not compare_tap(0, "router_logits", np.array([[1.0, 2.0]]), theirs, "float32").ok
-    assert not compare_tap(0, "q", np.array([np.nan]), np.array([1.0]), "float32").ok
+    assert not compare_tap(0, "router_logits", np.array([[1.0, 2.0]]), theirs, LIMIT).ok
+    assert not compare_tap(0, "q", np.array([np.nan]), np.array([1.0]), LIMIT).ok
 
 
 @pytest.mark.parametrize("error", [20 * LIMIT.logits, np.nan, np.inf])

@@ -18,6 +18,7 @@ from clover_jax.model import deltanet
 from clover_jax.verify import ours
 from clover_jax.verify.causal import compare_causal
 from clover_jax.verify.compare import Report
+from clover_jax.verify.limits import LIMITS
 from clover_jax.verify.preview import compare_preview, compare_training
 from clover_jax.verify.trace import Tensors, read_trace
 
@@ -43,7 +44,7 @@ def verify_qwen(**changes: Any) -> Report:
     tensors, about = read_trace(QWEN / "goldens.safetensors")
     return compare_causal(
         cfg.replace(**changes), params, first_group(tensors), about,
-        against="golden", precision="highest", progress=quiet,
+        against="golden", precision="highest", progress=quiet, limits=LIMITS["float32"],
     )  # fmt: skip
 
 

@@ -24,20 +24,27 @@ pytestmark = [
 
 
 def verify(capsys: Any, folder: Path, against: str, *options: object) -> dict[str, Any]:
-    """The report of a comparison that is inside all limits."""
+    """The report of a comparison."""
     words = ["verify", folder, "--against", against, "--oracle-python", PYTHON, "--json", *options]
     status = main([str(word) for word in words])
     said = capsys.readouterr()
     assert status in (0, 1), said.err
     report = json.loads(said.out)
-    wrong = [t for t in (*report["taps"], *report["running"]) if t["relative_rms"] > t["limit"]]
-    assert status == 0, (wrong[:3], report["logits"], report["continuation"])
+    assert report["ok"] == (status == 0)
     return report
+
+
+def past_limits(report: dict[str, Any]) -> list[Any]:
+    """What of a report is not inside its limits."""
+    taps = [t for t in (*report["taps"], *report["running"])
+            if t["relative_rms"] > t["limit"] or t["differing"]]  # fmt: skip
+    return [*taps, *(x for x in (*report["logits"], *report["continuation"]) if not x["ok"])]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 64, 65, 600])
 def test_transformers_at_many_lengths(capsys, length: int):
     report = verify(capsys, QWEN, "hf", "--length", length, "--rows", 2, "--seed", length)
+    assert past_limits(report) == []
     assert len(report["continuation"]) == 2
     assert sum(row["positions"] for row in report["logits"][:1]) == 2 * length
 
@@ -53,23 +60,34 @@ def test_transformers_on_uneven_head_counts(capsys, tmp_path: Path):
     """A Clover folder, too: its causal trunk is the base's model."""
     cfg = config(**UNEVEN)
     save(tmp_path / "model", cfg, draw(cfg, seed=3))
-    verify(capsys, tmp_path / "model", "hf", "--length", 77, "--rows", 3)
+    assert past_limits(verify(capsys, tmp_path / "model", "hf", "--length", 77, "--rows", 3)) == []
 
 
 def test_transformers_on_the_model_that_ships(capsys):
-    verify(capsys, packaged_model(), "hf", "--length", 200)
-    verify(capsys, packaged_model(), "hf", "--prompt", "How many legs: 3 cats, 2 ants?")
+    assert past_limits(verify(capsys, packaged_model(), "hf", "--length", 200)) == []
+    assert (
+        past_limits(
+            verify(capsys, packaged_model(), "hf", "--prompt", "How many legs: 3 cats, 2 ants?")
+        )
+        == []
+    )
 
 
 def test_transformers_past_position_4000(capsys):
     options = ("--length", 4200, "--positions-from", 4100, "--continuation", 8)
     report = verify(capsys, QWEN, "hf", *options)
+    assert past_limits(report) == []
     assert report["logits"][0]["positions"] == 100
 
 
 def test_transformers_in_bfloat16(capsys):
     prompt = "<|im_start|>user\nHow many legs: 3 cats, 2 ants?<|im_end|>\n<|im_start|>assistant\n"
-    verify(capsys, packaged_model(), "hf", "--prompt", prompt, "--dtype", "bfloat16")
+    assert (
+        past_limits(
+            verify(capsys, packaged_model(), "hf", "--prompt", prompt, "--dtype", "bfloat16")
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,12 +109,17 @@ def test_transformers_in_bfloat16(capsys):
 def test_torch_preview_under_every_switch(capsys, tmp_path: Path, changes: dict[str, Any]):
     cfg = config(**changes)
     save(tmp_path / "model", cfg, draw(cfg, seed=1))
-    verify(capsys, tmp_path / "model", "torch-preview", "--length", 21, "--rows", 2)
-    verify(capsys, tmp_path / "model", "torch-preview", "--length", 0)
+    assert (
+        past_limits(
+            verify(capsys, tmp_path / "model", "torch-preview", "--length", 21, "--rows", 2)
+        )
+        == []
+    )
+    assert past_limits(verify(capsys, tmp_path / "model", "torch-preview", "--length", 0)) == []
 
 
 def test_torch_preview_on_the_model_that_ships(capsys):
-    verify(capsys, packaged_model(), "torch-preview", "--length", 40)
+    assert past_limits(verify(capsys, packaged_model(), "torch-preview", "--length", 40)) == []
 
 
 @pytest.mark.parametrize(
@@ -112,6 +135,7 @@ def test_torch_training_step(capsys, tmp_path: Path, changes: dict[str, Any]):
     cfg = config(**changes)
     save(tmp_path / "model", cfg, draw(cfg, seed=2))
     report = verify(capsys, tmp_path / "model", "torch-training", "--length", 30, "--rows", 2)
+    assert past_limits(report) == []
     assert sum(tap["tap"].startswith("grad.") for tap in report["taps"]) > 50
 
 
@@ -120,4 +144,5 @@ def test_llama_cpp_on_the_model_that_ships(capsys, kind: str):
     ids = solved_problems(Tokenizer.load(packaged_model()), 400)
     words = ("--token-ids", " ".join(map(str, ids)), "--gguf-type", kind)
     report = verify(capsys, packaged_model(), "llama.cpp", *words)
+    assert past_limits(report) == []
     assert report["versions"]["theirs"]["type"] == kind

@@ -13,6 +13,7 @@ REQUEST holds `ids` [rows, time]. OUT holds, in the oracle's own dtype (i a laye
     layers.{i}.router_logits [rows, time, experts]
     layers.{l}.{q,k,v,o} [rows, time, heads, channels], q and k normalised, q not yet scaled
     layers.{l}.{beta,g} [rows, time, value heads]; layers.{l}.state [rows, value heads, key, value]
+    layers.{l}.conv_state [rows, channels, K], the last pre-conv rows, newest last
     continuation, continuation.margin [rows, n]: greedy, one token at a time through the cache
 """
 
@@ -95,6 +96,7 @@ def whole_pass(model: Qwen3_5MoeForCausalLM, ids: torch.Tensor, taps: bool) -> d
     if taps:
         for i in linear_layers:
             trace[f"layers.{i}.state"] = cache.get_recurrent_state(i, state_idx=0)
+            trace[f"layers.{i}.conv_state"] = cache.get_conv_state(i, state_idx=0)
     return trace
 
 
@@ -162,14 +164,20 @@ def write(out: Path, tensors: dict, dtype: str, script: str) -> None:
     save_file(tensors, out, metadata={"versions": json.dumps(versions)})
 
 
-@torch.no_grad()
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments(description: str) -> argparse.ArgumentParser:
+    """What every oracle is told."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("folder", type=Path)
     parser.add_argument("request", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    return parser
+
+
+@torch.no_grad()
+def main() -> None:
+    """Command line."""
+    parser = arguments(__doc__)
     parser.add_argument("--continuation", type=int, default=0)
     parser.add_argument("--positions-from", type=int, default=0)
     parser.add_argument("--no-taps", action="store_true")

@@ -25,12 +25,11 @@ training batch: `tokens`, `target_weight` [rows, time], `n_valid` [rows], `block
 by the checkpoint's name.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from hf_trace import CLOVER_SUFFIXES, load, text_config, write
+from hf_trace import CLOVER_SUFFIXES, arguments, load, text_config, write
 from safetensors.torch import load_file
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
 
@@ -480,11 +479,7 @@ def train(c: Clover, batch: dict, weights: dict) -> dict:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("request", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser = arguments(__doc__)
     parser.add_argument("--threshold", type=float, default=0.95)
     parser.add_argument("--train", action="store_true")
     weights = {"ar": 1.0, "diffusion": 0.3, "balance": 0.01, "router_z": 0.0001}
