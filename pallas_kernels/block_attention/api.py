@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.block_attention import reference, xla
 from pallas_kernels.block_attention.xla import KV_TILE
-from pallas_kernels.registry import Impl, select
+from pallas_kernels.registry import Impl, call
 
 __all__ = ["KV_TILE", "BlockKV", "block_attention"]
 
@@ -61,6 +60,16 @@ def block_attention(
     Raises:
         ValueError: an implementation this op does not have.
     """
-    table = {"reference": reference.block_attention, "xla": xla.block_attention}
-    call = select("block_attention", impl, table)
-    return call(q, k, v, group, limit, own, scale=scale, differentiable=differentiable)
+    return call(
+        __name__,
+        "block_attention",
+        impl,
+        q,
+        k,
+        v,
+        group,
+        limit,
+        own,
+        scale=scale,
+        differentiable=differentiable,
+    )

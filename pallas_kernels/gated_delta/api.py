@@ -7,9 +7,9 @@ The caller owns the scale of q. Qwen3.6 / Gated DeltaNet (arXiv 2412.06464).
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.gated_delta import reference, xla
+from pallas_kernels.gated_delta import xla
 from pallas_kernels.gated_delta.xla import DeltaTrace, boundary_state
-from pallas_kernels.registry import Impl, select
+from pallas_kernels.registry import Impl, call
 
 __all__ = ["DeltaTrace", "boundary_state", "gated_delta", "gated_delta_trace"]
 
@@ -40,8 +40,7 @@ def gated_delta(
     Raises:
         ValueError: an implementation this op does not have.
     """
-    table = {"reference": reference.gated_delta, "xla": xla.gated_delta}
-    return select("gated_delta", impl, table)(q, k, v, g, beta, state, chunk=chunk)
+    return call(__name__, "gated_delta", impl, q, k, v, g, beta, state, chunk=chunk)
 
 
 def gated_delta_trace(

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.grouped_matmul import reference, xla
-from pallas_kernels.registry import Impl, select
+from pallas_kernels.registry import Impl, call
 
 
 class Plan(NamedTuple):
@@ -68,5 +67,4 @@ def grouped_glu(
     Raises:
         ValueError: an implementation this op does not have.
     """
-    table = {"reference": reference.grouped_glu, "xla": xla.grouped_glu}
-    return select("grouped_glu", impl, table)(x, w_in, w_out, tile_expert, used)
+    return call(__name__, "grouped_glu", impl, x, w_in, w_out, tile_expert, used)

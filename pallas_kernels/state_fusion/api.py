@@ -10,8 +10,7 @@ of -inf drops the history; a row without a valid position and with a slot of -in
 
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.registry import Impl, select
-from pallas_kernels.state_fusion import reference, xla
+from pallas_kernels.registry import Impl, call
 
 
 def state_fusion(
@@ -42,5 +41,4 @@ def state_fusion(
     Raises:
         ValueError: an implementation this op does not have.
     """
-    table = {"reference": reference.state_fusion, "xla": xla.state_fusion}
-    return select("state_fusion", impl, table)(q, k, v, read, slot, logit_scale, bias, valid)
+    return call(__name__, "state_fusion", impl, q, k, v, read, slot, logit_scale, bias, valid)

@@ -150,7 +150,9 @@ def test_ragged_capacity_is_refused():
 
 def test_unknown_implementation_is_named():
     q, k, v, _ = map(jnp.asarray, (*inputs(4)[:3], 0))
-    with pytest.raises(ValueError, match="block_attention has no implementation 'cuda'"):
+    with pytest.raises(
+        ValueError, match="block_attention cannot run as 'cuda': implementations are reference, xla"
+    ):
         block_attention.__wrapped__(
             q, k, v, 0, jnp.zeros((2, 6), jnp.int32), None,
             scale=1.0, differentiable=False, impl="cuda",

@@ -175,5 +175,7 @@ def test_pads_leave_the_state_as_it_is(impl):
 
 def test_unknown_implementation_is_named():
     x = inputs(19, "weak")
-    with pytest.raises(ValueError, match="gated_delta has no implementation 'cuda'"):
+    with pytest.raises(
+        ValueError, match="gated_delta cannot run as 'cuda': implementations are reference, xla"
+    ):
         gated_delta.__wrapped__(*(jnp.asarray(x[n]) for n in NAMES), chunk=8, impl="cuda")

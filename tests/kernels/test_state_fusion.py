@@ -123,5 +123,7 @@ def test_gradient_is_the_loops_finite_difference():
 def test_unknown_implementation_is_named():
     x = inputs("plain")
     args = [jnp.asarray(x[n]) for n in (*DIFFERENTIABLE, "valid")]
-    with pytest.raises(ValueError, match="state_fusion has no implementation 'cuda'"):
+    with pytest.raises(
+        ValueError, match="state_fusion cannot run as 'cuda': implementations are reference, xla"
+    ):
         state_fusion.__wrapped__(*args, impl="cuda")
