@@ -44,7 +44,7 @@ def text_config(folder: Path) -> dict:
     return fields.get("text_config", fields)
 
 
-def load(folder: Path, dtype: torch.dtype) -> Qwen3_5MoeForCausalLM:
+def load(folder: Path, dtype: torch.dtype, experts: str = "eager") -> Qwen3_5MoeForCausalLM:
     """The causal model of a Qwen3.6 or Clover folder; Clover's own tensors are left out."""
     fields = text_config(folder)
     drop = ("architectures", "model_type", "clover", "num_shared_experts", "norm_topk_prob")
@@ -55,7 +55,7 @@ def load(folder: Path, dtype: torch.dtype) -> Qwen3_5MoeForCausalLM:
         config=config,
         dtype=dtype,
         attn_implementation="eager",
-        experts_implementation="eager",
+        experts_implementation=experts,
         output_loading_info=True,
     )
     unexpected = [
