@@ -34,6 +34,7 @@ ROUNDS = 9
 ROUND_SECONDS = 0.03  # of one contender: below that the clock and the scheduler show
 READ_BYTES = 2**29  # larger than any cache
 MATMUL = 1024
+SAME = 2e-2  # relative RMS to torch: bfloat16 rounds at different places
 
 type Timed = Callable[[int], float]  # repeats -> seconds of all of them
 
@@ -106,14 +107,22 @@ class _Torch:
         )
         self.version: str = self._answer()["torch"]
 
-    def timed(self, op: str, spec: Spec, arrays: tuple[Any, ...]) -> Timed:
-        """Hands the arrays over as float32 with the names of their dtypes."""
+    def timed(self, function: str, arrays: tuple[Any, ...], ours: Any) -> Timed:
+        """Hands the arrays over, bfloat16 as float32 with its name.
+
+        Raises:
+            RuntimeError: what comes back is not our result: then it is no rival.
+        """
         leaves = jax.tree.leaves(arrays)
         wide = lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a
         np.savez(self._folder / "arrays.npz", *(np.asarray(wide(a)) for a in leaves))
         kinds = [str(a.dtype) for a in leaves]
-        path = str(self._folder / "arrays.npz")
-        self._ask({"op": op, "arrays": path, "dtypes": kinds, "static": spec.static})
+        asked, told = (str(self._folder / name) for name in ("arrays.npz", "out.npy"))
+        self._ask({"function": function, "arrays": asked, "dtypes": kinds, "out": told})
+        want, got = np.asarray(wide(jax.tree.leaves(ours)[0])), np.load(told)
+        apart = np.linalg.norm(got - want) / np.linalg.norm(want)
+        if not apart < SAME:
+            raise RuntimeError(f"torch's {function} is {apart:.1e} away from ours: {SAME} allowed")
         return lambda repeats: self._ask({"repeats": repeats})["seconds"]
 
     def close(self) -> None:
@@ -191,8 +200,9 @@ def measure(
                 print(f"{op} {spec.name}", file=sys.stderr, flush=True)
                 arrays = jax.block_until_ready(jax.jit(spec.inputs)(jax.random.key(0)))
                 contenders = ceilings | _contenders(spec, arrays, device)
-                if torch is not None:
-                    contenders |= {"torch": torch.timed(op, spec, arrays)}
+                if torch is not None and spec.torch is not None:
+                    ours = jax.jit(lambda *a, call=spec.call: call(*a, impl="xla"))(*arrays)
+                    contenders |= {"torch": torch.timed(spec.torch, arrays, ours)}
                 seconds = _medians(contenders, ROUNDS)
                 read = READ_BYTES / seconds.pop("read")
                 matmul = 2 * MATMUL**3 / seconds.pop("matmul")
