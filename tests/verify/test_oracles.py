@@ -80,7 +80,6 @@ def test_transformers_past_position_4000(capsys):
     assert report["logits"][0]["positions"] == 100
 
 
-@pytest.mark.usefixtures("optimised")
 def test_transformers_in_bfloat16(capsys):
     prompt = "<|im_start|>user\nHow many legs: 3 cats, 2 ants?<|im_end|>\n<|im_start|>assistant\n"
     assert (
