@@ -32,18 +32,20 @@ def plan(
     tiles = m + (n - m) // tile
     ids, live = expert.reshape(-1), assigned.reshape(-1)
     if tile == 1:  # every assignment is a tile: what is left out closes up, nothing is sorted
-        place = jnp.cumsum(live.astype(jnp.int32)) - 1
-        used = place[-1] + 1
+        before = jnp.cumsum(live.astype(jnp.int32))
+        place, used = before - 1, before[-1]
+        # All comparisons at once: for the few assignments of a row cheaper than the scatter below.
+        taker = jnp.sum((before[None] <= jnp.arange(n)[:, None]).astype(jnp.int32), axis=1)
     else:
         member = (ids[:, None] == jnp.arange(num_experts)[None]) & live[:, None]
         rank = jnp.cumsum(member.astype(jnp.int32), axis=0)
         tile_end = jnp.cumsum((rank[-1] + (tile - 1)) // tile)
         tile_start = tile_end - (rank[-1] + (tile - 1)) // tile
         within = jnp.where(member, tile * tile_start[None] + rank - 1, 0)
-        place, used = jnp.sum(within, axis=1), tile_end[-1]
+        place, used = jnp.where(live, jnp.sum(within, axis=1), tiles * tile), tile_end[-1]
+        taker = jnp.full((tiles * tile,), n, jnp.int32)
+        taker = taker.at[place].set(jnp.arange(n, dtype=jnp.int32), mode="drop")
     slot = jnp.where(live, place, tiles * tile).astype(jnp.int32)
-    taker = jnp.full((tiles * tile,), n, jnp.int32)
-    taker = taker.at[slot].set(jnp.arange(n, dtype=jnp.int32), mode="drop")
     first = jnp.minimum(taker.reshape(tiles, tile)[:, 0], n - 1)
     return Plan(
         slot.reshape(rows, k),

@@ -90,8 +90,9 @@ _17M = functools.partial(  # machines.md section 2
 SPECS: tuple[Spec, ...] = (
     _35B("decode_35b", rows=1, touched=8, tile=1),
     _35B("preview_35b", rows=32, touched=150, tile=8),
-    _35B("preview_35b_coreset", rows=32, touched=60, tile=8),
-    _35B("commit_35b", rows=32, touched=163, tile=8),  # qwen36 section 4: uniform choice
+    # These two are the program of preview_35b with other experts: nothing new to compile.
+    _35B("preview_35b_coreset", rows=32, touched=60, tile=8, uses=set()),
+    _35B("commit_35b", rows=32, touched=163, tile=8, uses=set()),  # qwen36 section 4: uniform
     _35B("preview_35b_batch8", rows=256, touched=256, tile=8),
     # Hopper refuses float32: compiled by name, for TPUs alone.
     _35B("preview_35b_f32", rows=32, touched=150, tile=8, dtype=jnp.float32, uses=set()),
