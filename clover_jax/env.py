@@ -14,8 +14,10 @@ class Env:
         rows: `mapped` maps one fixed-shape one-row program over the rows, so a row's results are
             bit-equal at every batch size; `batched` computes all rows at once, faster, equal
             within 1e-4 in the logits.
-        moe_path: how expert matmuls run. `auto` is `gather` at one token a row, else `grouped`;
-            it looks at tokens per row only, so a row's path never depends on the batch size.
+        moe_path: how expert matmuls run. `gather` runs every chosen expert by itself, `grouped`
+            sorts rows into tiles of one expert, `ragged` and `dense` are ablations. `auto` is
+            `gather` at one token a row, else `grouped`; it looks at tokens per row only, so a
+            row's path never depends on the batch size.
         moe_tile: rows of a grouped tile; None takes it from tokens per row and expert.
         impls: kernel op name -> implementation, for ops that should not use `auto`.
         remat: recompute each layer group in the backward pass.

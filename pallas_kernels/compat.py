@@ -14,11 +14,14 @@ import jax
 from jax._src import config
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu as _plgpu
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 __all__ = ["MACHINES", "Machine", "interpreted", "pl", "platform", "plgpu", "pltpu", "target"]
+
+# Its transforms read as abstract classes and its `ACC` as private (jax 0.11): types do not help.
+plgpu: Any = _plgpu
 
 _H200 = """gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152

@@ -1,7 +1,8 @@
 """Mixture of experts (qwen36 section 3.5): softmax router, top-k, renormalised, plus one shared.
 
-The router runs in float32 and a row's experts are added up in ascending expert id, so the paths
-below differ in speed only.
+The router runs in float32 and a row's experts are added up in ascending expert id, so the expert
+paths differ in speed only: `gather` and `grouped` are the kernel op `expert_glu`, which reads the
+experts that were chosen; `ragged` and `dense`, written out here, are what it is compared with.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from clover_jax.config import ModelConfig
 from clover_jax.env import Env
 from clover_jax.model.coreset import coreset
 from clover_jax.params import ParamSpec, normal
-from pallas_kernels.grouped_matmul import grouped_glu, plan
+from pallas_kernels.grouped_matmul import expert_glu
 
 
 @struct.dataclass
@@ -202,7 +203,13 @@ def expert_mlp(
         path = "gather" if time == 1 else "grouped"
     flat = x.reshape(rows * time, width)
     expert, weight = (a.reshape(rows * time, -1) for a in routing)
-    each = _PATHS[path](p, flat, expert, valid.reshape(-1), env, _tile(time, cfg, env))
+    if path in ("gather", "grouped"):
+        y = expert_glu(
+            flat, expert, weight, valid.reshape(-1), p.gate_up_proj, p.down_proj,
+            tile=1 if path == "gather" else _tile(time, cfg, env), impl=env.impl("expert_glu"),
+        )  # fmt: skip
+        return y.reshape(x.shape)
+    each = _PATHS[path](p, flat, expert)
     total = jnp.zeros((rows * time, width), jnp.float32)
     for j in range(cfg.moe.top_k):  # ascending expert id
         total = total + weight[:, j, None] * each[:, j].astype(jnp.float32)
@@ -222,42 +229,8 @@ def _glu(gate_up: Array) -> Array:
     return jax.nn.silu(gate) * up
 
 
-def _gather(
-    p: ExpertParams, x: Array, expert: Array, valid: Array, env: Env, tile: int
-) -> Float[Array, "n k width"]:
-    """One or a few rows: fetch the chosen experts' matrices, expert by expert."""
-    del valid, env, tile
-    each = []
-    for j in range(expert.shape[1]):
-        w_in, w_out = p.gate_up_proj[expert[:, j]], p.down_proj[expert[:, j]]
-        h = _glu(jnp.einsum("nd,ndf->nf", x, w_in))
-        each.append(jnp.einsum("nf,nfd->nd", h, w_out))
-    return jnp.stack(each, axis=1)
-
-
-def _grouped(
-    p: ExpertParams, x: Array, expert: Array, valid: Array, env: Env, tile: int
-) -> Float[Array, "n k width"]:
-    """Tiles of one expert each, looped over."""
-    n, k = expert.shape
-    assigned = jnp.repeat(valid, k)
-    layout = plan(expert.reshape(-1), assigned, num_experts=p.gate_up_proj.shape[0], tile=tile)
-    padded = jnp.concatenate([x, jnp.zeros_like(x[:1])])
-    tiles = padded[jnp.minimum(layout.source // k, n)].reshape(-1, tile, x.shape[1])
-    y = grouped_glu(
-        tiles, p.gate_up_proj, p.down_proj, layout.tile_expert, layout.used,
-        impl=env.impl("grouped_glu"),
-    )  # fmt: skip
-    y = y.reshape(-1, x.shape[1])
-    picked = y[jnp.minimum(layout.slot, y.shape[0] - 1)]
-    return jnp.where(assigned[:, None], picked, jnp.zeros((), x.dtype)).reshape(n, k, -1)
-
-
-def _ragged(
-    p: ExpertParams, x: Array, expert: Array, valid: Array, env: Env, tile: int
-) -> Float[Array, "n k width"]:
+def _ragged(p: ExpertParams, x: Array, expert: Array) -> Float[Array, "n k width"]:
     """`lax.ragged_dot`: native on TPU, every expert on CPU and CUDA."""
-    del valid, env, tile
     n, k = expert.shape
     order = jnp.argsort(expert.reshape(-1), stable=True)
     sizes = jnp.bincount(expert.reshape(-1), length=p.gate_up_proj.shape[0]).astype(jnp.int32)
@@ -266,13 +239,10 @@ def _ragged(
     return jnp.zeros_like(y).at[order].set(y).reshape(n, k, -1)
 
 
-def _dense(
-    p: ExpertParams, x: Array, expert: Array, valid: Array, env: Env, tile: int
-) -> Float[Array, "n k width"]:
+def _dense(p: ExpertParams, x: Array, expert: Array) -> Float[Array, "n k width"]:
     """Every expert on every row, then a choice: the plain form the others are tested against."""
-    del valid, env, tile
     y = jnp.einsum("nef,efd->ned", _glu(jnp.einsum("nd,edf->nef", x, p.gate_up_proj)), p.down_proj)
     return jnp.take_along_axis(y, expert[..., None], axis=1)
 
 
-_PATHS = {"gather": _gather, "grouped": _grouped, "ragged": _ragged, "dense": _dense}
+_PATHS = {"ragged": _ragged, "dense": _dense}

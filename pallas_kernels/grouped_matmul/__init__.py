@@ -1,5 +1,5 @@
-"""Expert matmuls: rows through the gated MLP of their expert. Contract: `api.grouped_glu`."""
+"""Expert matmuls: rows through the gated MLPs of their experts. Contract: `api.expert_glu`."""
 
-from pallas_kernels.grouped_matmul.api import Plan, grouped_glu, plan
+from pallas_kernels.grouped_matmul.api import expert_glu
 
-__all__ = ["Plan", "grouped_glu", "plan"]
+__all__ = ["expert_glu"]

@@ -1,70 +1,47 @@
-"""Matmuls of rows that each have their own expert.
+"""Rows through the gated MLPs of the experts they chose."""
 
-`plan` lays assignments out in tiles that hold rows of one expert only (a counting sort: stable,
-nothing dropped, every group padded to a whole tile); `grouped_glu` runs each tile through its
-expert's gated MLP. `lax.ragged_dot` computes every expert on CPU and CUDA, hence our own.
-"""
-
-from typing import NamedTuple
-
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.grouped_matmul import contract
 from pallas_kernels.registry import Impl, call
 
 
-class Plan(NamedTuple):
-    """Where each assignment sits, and which expert each tile belongs to."""
-
-    slot: Int[Array, " assignments"]  # position in the tiles; unassigned rows point past the end
-    source: Int[Array, " slots"]  # the assignment of each slot, or `assignments` where padded
-    tile_expert: Int[Array, " tiles"]
-    used: Int[Array, ""]  # tiles that hold rows; the others are not computed
-
-
-def plan(
-    expert: Int[Array, " assignments"],
-    assigned: Bool[Array, " assignments"],
-    *,
-    num_experts: int,
-    tile: int,
-) -> Plan:
-    """A layout with at most `assignments // tile + min(num_experts, assignments)` tiles."""
-    n = expert.shape[0]
-    tiles = n // tile + min(num_experts, n)
-    member = (expert[:, None] == jnp.arange(num_experts)[None]) & assigned[:, None]
-    rank = jnp.cumsum(member.astype(jnp.int32), axis=0)
-    tile_end = jnp.cumsum((rank[-1] + (tile - 1)) // tile)
-    tile_start = tile_end - (rank[-1] + (tile - 1)) // tile
-    place = tile * tile_start[None] + rank - 1
-    slot = jnp.where(assigned, jnp.sum(jnp.where(member, place, 0), axis=1), tiles * tile)
-    source = jnp.full((tiles * tile,), n, jnp.int32)
-    source = source.at[slot].set(jnp.arange(n, dtype=jnp.int32), mode="drop")
-    # All comparisons at once: the default is a loop of tiny operations.
-    tile_expert = jnp.searchsorted(tile_end, jnp.arange(tiles), side="right", method="compare_all")
-    return Plan(
-        slot.astype(jnp.int32),
-        source,
-        jnp.minimum(tile_expert, num_experts - 1).astype(jnp.int32),
-        tile_end[-1].astype(jnp.int32),
-    )
-
-
-def grouped_glu(
-    x: Float[Array, "tiles tile width"],
+def expert_glu(
+    x: Float[Array, "rows width"],
+    expert: Int[Array, "rows k"],
+    weight: Float[Array, "rows k"],
+    valid: Bool[Array, " rows"],
     w_in: Float[Array, "experts width gate_up"],
-    w_out: Float[Array, "experts hidden out"],
-    tile_expert: Int[Array, " tiles"],
-    used: Int[Array, ""],
+    w_out: Float[Array, "experts hidden width"],
     *,
+    tile: int,
     impl: Impl,
-) -> Float[Array, "tiles tile out"]:
-    """(silu(gate) · up) @ w_out[e] with (gate | up) = x[t] @ w_in[e], e = tile_expert[t].
+) -> Float[Array, "rows width"]:
+    """sum over j of weight[r, j] · (silu(gate) · up) @ w_out[e], e = expert[r, j].
 
-    For the first `used` tiles; 0 for the others. Differentiable in x and both weights; the gradient
-    of an unused expert is exactly 0.
+    (gate | up) = x[r] @ w_in[e]. The sum is float32 and runs in the order of the ids, which the
+    router gives ascending. It reads the experts that some valid row chose and no other: a coreset
+    needs no argument here, it changes what the rows chose. Differentiable in x, weight, w_in and
+    w_out; the gradient of an expert that no valid row chose is exactly 0 (qwen36 section 3.5; case
+    E1).
+
+    Args:
+        x: rows, of the experts' dtype.
+        expert: each row's experts. An id outside [0, experts) is no expert of this call and adds
+            nothing: a device that holds a part of the experts passes `expert - first`.
+        weight: float32.
+        valid: the other rows touch no expert and get 0.
+        w_in: of the last axis the first half is the gate.
+        w_out: down projections.
+        tile: rows that one read of an expert serves. 1 runs every chosen expert by itself, without
+            sorting: right for one row. Take it from what one row of the batch brings, never from
+            the batch, so that a row's program does not depend on its neighbours. Kernels round it
+            up to what their matmul unit takes.
+        impl: implementation; `auto` chooses.
 
     Raises:
-        ValueError: an implementation this op does not have.
+        ValueError: an argument that breaks `contract.check`, or an implementation that cannot
+            serve the call.
     """
-    return call(__name__, "grouped_glu", impl, x, w_in, w_out, tile_expert, used)
+    contract.check(x, expert, weight, valid, w_in, w_out, tile)
+    return call(__name__, "expert_glu", impl, x, expert, weight, valid, w_in, w_out, tile=tile)

@@ -1,4 +1,4 @@
-"""Every expert on every tile, then a choice."""
+"""Row by row, expert by expert, in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +6,23 @@ from jax import lax
 from jaxtyping import Array
 
 
-def grouped_glu(x: Array, w_in: Array, w_out: Array, tile_expert: Array, used: Array) -> Array:
-    """See `api.grouped_glu`."""
-    einsum = lambda spec, *args: jnp.einsum(spec, *args, precision=lax.Precision.HIGHEST)
-    gate, up = jnp.split(einsum("trd,edf->tref", x, w_in), 2, axis=-1)
-    everything = einsum("tref,efd->tred", jax.nn.silu(gate) * up, w_out)
-    chosen = tile_expert[:, None] == jnp.arange(w_in.shape[0])[None]
-    chosen = chosen & (jnp.arange(x.shape[0]) < used)[:, None]
-    return jnp.sum(jnp.where(chosen[:, None, :, None], everything, 0.0), axis=2)
+def expert_glu(
+    x: Array, expert: Array, weight: Array, valid: Array, w_in: Array, w_out: Array, *, tile: int
+) -> Array:
+    """See `api.expert_glu`."""
+    del tile
+    wide = lambda a: a.astype(jnp.float32)
+    matmul = lambda a, b: jnp.matmul(a, wide(b), precision=lax.Precision.HIGHEST)
+    here = valid[:, None] & (expert >= 0) & (expert < w_in.shape[0])
+
+    def row(args: tuple[Array, ...]) -> Array:
+        x, expert, weight, here = args
+        y = jnp.zeros_like(x)
+        for j in range(expert.shape[0]):
+            gate, up = jnp.split(matmul(x, w_in[expert[j]]), 2)
+            each = matmul(jax.nn.silu(gate) * up, w_out[expert[j]])
+            y = y + jnp.where(here[j], weight[j] * each, 0.0)
+        return y
+
+    rows = jnp.where(valid[:, None], wide(x), 0.0)
+    return lax.map(row, (rows, expert, weight, here)).astype(x.dtype)

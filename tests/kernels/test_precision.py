@@ -13,7 +13,7 @@ from jax.extend.core import jaxprs_in_params
 
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.gated_delta import gated_delta
-from pallas_kernels.grouped_matmul import grouped_glu
+from pallas_kernels.grouped_matmul import expert_glu
 from pallas_kernels.state_fusion import state_fusion
 
 KEYS, VALUES = (1, 9, 2, 4), (1, 9, 4, 3)  # rows, time, heads, channels
@@ -22,6 +22,8 @@ f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
 i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
 
 DELTA = [f32(*s) for s in (KEYS, KEYS, VALUES, PER_HEAD, PER_HEAD, STATE)]
+BOOLS = jax.ShapeDtypeStruct((2,), jnp.bool_)
+EXPERTS = [f32(2, 4), i32(2, 2), f32(2, 2), BOOLS, f32(3, 4, 6), f32(3, 3, 4)]
 FUSION = [f32(*s) for s in (KEYS, KEYS, VALUES, VALUES, PER_HEAD, (4,))]
 OPS = {
     "gated_delta": (functools.partial(gated_delta, chunk=8), DELTA),
@@ -35,7 +37,7 @@ OPS = {
         ),
         [f32(1, 2, 2, 4), f32(1, 1, 8, 2, 4), i32(1, 2)],
     ),
-    "grouped_glu": (grouped_glu, [f32(2, 8, 4), f32(3, 4, 6), f32(3, 3, 5), i32(2), i32()]),
+    "expert_glu": (functools.partial(expert_glu, tile=2), EXPERTS),
 }
 
 
