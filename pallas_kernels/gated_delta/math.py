@@ -1,4 +1,8 @@
-"""The maths of the Pallas kernels on plain arrays, apart from how data gets there."""
+"""The maths of the Pallas kernels on plain arrays, apart from how data gets there.
+
+The chunked form's formula is in `xla.py`. `g` and `beta` are rows: one head's log decays and write
+strengths of a chunk.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,72 +10,61 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
-def chunk_update(
-    kq: Float[Array, "reads key"],
-    alike: Float[Array, "reads chunk"],
-    v: Float[Array, "chunk value"],
-    g: Float[Array, "1 chunk"],
-    beta: Float[Array, "1 chunk"],
-    state: Float[Array, "key value"],
-) -> tuple[
-    Float[Array, "queries value"], Float[Array, "chunk value"], Float[Array, "key value"]
-]:
-    """One chunk of one value head; the formula is in `xla.py`.
+def numbers(chunk: int) -> Int[Array, "2 chunk chunk"]:
+    """Row and column number of each cell: `at` of the functions below.
 
-    Args:
-        kq: keys of the chunk, and below them its queries, if any.
-        alike: kq k^T.
-        v: values.
-        g: log decay.
-        beta: write strength.
-        state: state before the chunk.
-
-    Returns:
-        Read-outs, V' and the state after the chunk.
+    They take it as an argument because a TPU kernel keeps it in memory: masks made of iotas are
+    hoisted out of its loops by the compiler (jax 0.11.2, libtpu 0.0.48), and then spill.
     """
-    chunk = v.shape[0]
-    i, j = (lax.broadcasted_iota(jnp.int32, (chunk, chunk), axis) for axis in (0, 1))
-    column = lambda row: jnp.sum(jnp.where(i == j, row, 0.0), axis=1, keepdims=True)
-    # Sums of g over ranges, never differences of cumulative sums: those cancel.
-    start = jnp.sum(jnp.where(j <= i, g, 0.0), axis=1, keepdims=True)
-    end = jnp.sum(jnp.where(j > i, g, 0.0), axis=1, keepdims=True)
-    between = dot((i >= j).astype(jnp.float32), jnp.where(i > j, column(g), 0.0))
-    decay = jnp.exp(jnp.where(i >= j, between, -jnp.inf))
-    beta = column(beta)
-
-    inverse = inverse_unit_lower(jnp.where(i > j, beta * alike[:chunk] * decay, 0.0))
-    read = dot(kq, state)
-    v_new = dot(inverse, beta * (v - jnp.exp(start) * read[:chunk]))
-    out = read[chunk:]
-    if out.shape[0]:
-        out = jnp.exp(start) * out + dot(alike[chunk:] * decay, v_new)
-    written = dot(kq[:chunk], jnp.exp(end) * v_new, contract=(0, 0))
-    whole = jnp.exp(jnp.sum(g, axis=1, keepdims=True))
-    return out, v_new, whole * state + written
+    shape = (1, chunk, chunk)
+    return jnp.concatenate([lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 2)])
 
 
-def inverse_unit_lower(a: Float[Array, "chunk chunk"]) -> Float[Array, "chunk chunk"]:
+def as_column(row: Float[Array, "1 chunk"], at: Any) -> Float[Array, "chunk 1"]:
+    """A row of lanes as sublanes."""
+    return jnp.sum(jnp.where(at[0] == at[1], row, 0.0), axis=1, keepdims=True)
+
+
+def decay_from_start(g: Float[Array, "1 chunk"], at: Any) -> Float[Array, "chunk 1"]:
+    """e^{c_i}: from the start of the chunk to each position."""
+    return jnp.exp(jnp.sum(jnp.where(at[1] <= at[0], g, 0.0), axis=1, keepdims=True))
+
+
+def decay_to_end(g: Float[Array, "1 chunk"], at: Any) -> Float[Array, "chunk 1"]:
+    """e^{c_C - c_i}: a sum of its own, as a difference of cumulative sums cancels."""
+    return jnp.exp(jnp.sum(jnp.where(at[1] > at[0], g, 0.0), axis=1, keepdims=True))
+
+
+def decay_between(g: Float[Array, "1 chunk"], at: Any) -> Float[Array, "chunk chunk"]:
+    """D_ij = e^{c_i - c_j} for j <= i, from after j to i; 0 above the diagonal."""
+    until, after = (at[0] >= at[1]).astype(jnp.float32), at[0] > at[1]
+    between = dot(until, jnp.where(after, as_column(g, at), 0.0))
+    return jnp.exp(jnp.where(at[0] >= at[1], between, -jnp.inf))
+
+
+def strict_lower(a: Float[Array, "chunk chunk"], at: Any) -> Float[Array, "chunk chunk"]:
+    """What stands below the diagonal."""
+    return jnp.where(at[0] > at[1], a, 0.0)
+
+
+def inverse_unit_lower(a: Any, at: Any) -> Float[Array, "chunk chunk"]:
     """(I + a)^-1 for strictly lower a, by block doubling (why: `xla.py`).
 
     On whole matrices, as a matrix unit likes them: with X the inverses of the diagonal blocks of
-    some width, X a X restricted to the blocks that join pairs of them is R^-1 Q P^-1.
+    some width, X a X restricted to the cells that join the two blocks of a pair is R^-1 Q P^-1.
+    Those are the cells whose row and column numbers differ first in bit log2(width).
     """
-    chunk = a.shape[0]
-    i, j = (lax.broadcasted_iota(jnp.int32, (chunk, chunk), axis) for axis in (0, 1))
 
-    def joins(width: int) -> Array:  # row in the second block of a pair, column in its first
-        same_pair = i // (2 * width) == j // (2 * width)
-        return same_pair & (i // width != j // width) & (i > j)
+    def double(level: Any, x: Array) -> Array:
+        joined = jnp.where((at[0] ^ at[1]) >> level == 1, a[...], 0.0)
+        return x - dot(dot(x, joined), x)
 
-    x = jnp.where(i == j, 1.0, jnp.where(joins(1), -a, 0.0))
-    width = 2
-    while width < chunk:
-        x = x - dot(dot(x, jnp.where(joins(width), a, 0.0)), x)
-        width *= 2
-    return x
+    identity = (at[0] == at[1]).astype(jnp.float32)
+    first = identity - jnp.where(at[0] ^ at[1] == 1, a[...], 0.0)
+    return lax.fori_loop(1, (a.shape[-1] - 1).bit_length(), double, first)
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:

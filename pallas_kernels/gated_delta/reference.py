@@ -49,7 +49,10 @@ def gated_delta_trace(
     time = k.shape[1]
     chunk = min(chunk, time)
     out, new, before, last = _run(q, k, v, g, beta, state, length)
-    past = jnp.arange(time)[None] < (jnp.full(k.shape[:1], time) if length is None else length)[:, None]
+    past = (
+        jnp.arange(time)[None]
+        < (jnp.full(k.shape[:1], time) if length is None else length)[:, None]
+    )
     k, g = jnp.where(past[..., None, None], k, 0.0), jnp.where(past[..., None], g, 0.0)
     pad = lambda x: jnp.pad(x, ((0, 0), (0, -time % chunk), *((0, 0),) * (x.ndim - 2)))
     split = lambda x: pad(x).reshape(x.shape[0], -1, chunk, *x.shape[2:])

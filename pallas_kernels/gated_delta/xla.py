@@ -14,7 +14,6 @@ overflows under strong decay (pytorch/executorch#21417).
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -79,8 +78,7 @@ def _one_token(
     q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array
 ) -> tuple[Array, Array]:
     """The recurrence itself: a decode step is one pass over the state."""
-    rows, heads, key, value = state.shape
-    group = heads // k.shape[1]
+    group = v.shape[1] // k.shape[1]
     q, k = (jnp.repeat(x, group, axis=1) for x in (q, k))
     s = jnp.exp(g)[..., None, None] * state
     new = beta[..., None] * (v - _einsum("rhkv,rhk->rhv", s, k))
@@ -149,9 +147,7 @@ def _chunked(
     return out, state, kept
 
 
-def boundary_state(
-    trace: DeltaTrace, count: Array
-) -> Float[Array, "rows value_heads key value"]:
+def boundary_state(trace: DeltaTrace, count: Array) -> Float[Array, "rows value_heads key value"]:
     """See `api.boundary_state`."""
     chunk = trace.k.shape[2]
     index = jnp.minimum(count // chunk, trace.k.shape[1] - 1)
@@ -170,7 +166,9 @@ def boundary_state(
     return jnp.exp(onward[:, 0])[..., None, None] * state + new.reshape(state.shape)
 
 
-def _inverse_unit_lower(a: Float[Array, "*batch chunk chunk"]) -> Float[Array, "*batch chunk chunk"]:
+def _inverse_unit_lower(
+    a: Float[Array, "*batch chunk chunk"],
+) -> Float[Array, "*batch chunk chunk"]:
     """(I + a)^-1 for strictly lower a, by inverting diagonal blocks of doubling size.
 
     [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]]: block substitution, as stable as the
