@@ -110,3 +110,22 @@ def with_gradient_of(formula: Callable[..., Any], kernel: Callable[..., Any]) ->
 
     call.defvjp(lambda *args: (kernel(*args), args), backward)
     return call
+
+
+def token_update(
+    k: Float[Array, " key"],
+    v: Float[Array, " value"],
+    decay: Array,
+    beta: Array,
+    state: Float[Array, "key value"],
+) -> Float[Array, "key value"]:
+    """The recurrence of one token: S <- decay S;  S <- S + k (beta (v - S^T k))^T."""
+    state = decay * state
+    k = lax.broadcast_in_dim(k, state.shape, (0,))
+    v_new = beta * (v - jnp.sum(k * state, axis=0))
+    return state + k * lax.broadcast_in_dim(v_new, state.shape, (1,))
+
+
+def read_out(q: Float[Array, " key"], state: Float[Array, "key value"]) -> Float[Array, " value"]:
+    """S^T q."""
+    return jnp.sum(lax.broadcast_in_dim(q, state.shape, (0,)) * state, axis=0)
