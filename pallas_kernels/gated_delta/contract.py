@@ -26,11 +26,11 @@ class DeltaTrace(NamedTuple):
 
 TRACE_OUT_AXES = (
     *OUT_AXES,
-    DeltaTrace(
-        ("rows", None, "heads", None, None),  # pyright: ignore[reportArgumentType]
-        ("rows", None, None, "heads", None),  # pyright: ignore[reportArgumentType]
-        ("rows", None, None, "heads", None),  # pyright: ignore[reportArgumentType]
-        ("rows", None, None, "heads"),  # pyright: ignore[reportArgumentType]
+    (  # in the order of DeltaTrace
+        ("rows", None, "heads", None, None),
+        ("rows", None, None, "heads", None),
+        ("rows", None, None, "heads", None),
+        ("rows", None, None, "heads"),
     ),
 )
 

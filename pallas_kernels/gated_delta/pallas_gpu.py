@@ -106,8 +106,8 @@ def _run(
     gates = jnp.stack([jnp.exp(g), beta], axis=-1)
     gates = jnp.moveaxis(gates, 1, 2)  # [rows, heads, time, 2]
 
-    def kernel(*refs: Any) -> None:
-        refs = list(refs)
+    def kernel(*operands: Any) -> None:
+        refs = list(operands)
         q_ref = refs.pop(0) if q is not None else None
         k_ref, v_ref, gate_ref, start_ref, length_ref = refs[:5]
         out_ref = refs[5] if q is not None else None
@@ -141,6 +141,8 @@ def _run(
             if q_tile:
                 _zero(out_tile.at[step % 2], count, tokens)
                 write(step)
+            else:  # all threads have read their tokens before the next ones land on them
+                plgpu.commit_smem()
             return s
 
         plgpu.copy_gmem_to_smem(start_ref.at[r, h, :, channels], state_tile, barrier)

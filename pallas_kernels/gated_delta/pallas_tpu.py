@@ -30,6 +30,7 @@ from pallas_kernels.gated_delta.math import (
 )
 
 LANES, SUBLANES = 128, 8
+VMEM = 15 << 20  # bytes that the blocks of two grid steps may take, of the default 16 MiB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,6 +126,14 @@ def commit_state_unsupported(
         )
     if chunk % SUBLANES or chunk > LANES:
         return f"chunk is {chunk}: it must be a multiple of {SUBLANES}, at most {LANES}"
+    tiles = Tiles.choose(k, chunk)
+    heads = tiles.key_heads * (v.shape[2] // k.shape[2])
+    tokens = tiles.chunk * (2 * tiles.key_heads * key + 3 * heads * value)
+    if (need := 2 * 4 * (tokens + 3 * heads * key * value)) > VMEM:
+        return (
+            f"a grid step of {tiles.key_heads} key and {heads} value heads and {tiles.chunk} "
+            f"positions takes {need} bytes of vector memory: at most {VMEM}; a shorter chunk fits"
+        )
     return None
 
 
@@ -215,10 +224,10 @@ class _Scratch(NamedTuple):
         )
 
 
-def _kernel(length_ref: Any, *refs: Any, queries: bool, trace: bool) -> None:
+def _kernel(length_ref: Any, *operands: Any, queries: bool, trace: bool) -> None:
     """One chunk of one row and some key heads; refs in the order of `_run`."""
     fields = len(_Scratch._fields)
-    refs, scratch = list(refs[:-fields]), _Scratch(*refs[-fields:])
+    refs, scratch = list(operands[:-fields]), _Scratch(*operands[-fields:])
     q_ref = refs.pop(0) if queries else None  # [chunk, key_heads, key]
     k_ref, v_ref, gate_ref, start_ref = refs[:4]  # ..., [chunk, heads, value], [2, heads, chunk]
     refs = refs[4:]

@@ -62,7 +62,7 @@ def _trace(name: str, rows: int, time: int, model: str, *uses: str) -> Spec:
         call=functools.partial(gated_delta_trace, chunk=_SHAPES[model][-1]),
         inputs=functools.partial(_inputs, rows=rows, time=time, model=model),
         floor=_floor(rows, time, model, reads=2, kept=1),
-        naive=lambda *arrays: token_serial(*arrays, None, chunk=1),
+        naive=lambda q, k, v, g, beta, state: token_serial(q, k, v, g, beta, state, None, chunk=1),
         uses=frozenset(uses),
     )
 
@@ -94,7 +94,7 @@ SPECS = (
     _truncated("truncated_commit", 4, 32, "35b", "bench", "aot"),
     _read("prefill_256", 1, 256, "35b", "bench", "aot"),
     _read("prefill_4096", 1, 4096, "35b", "aot"),
-    _trace("train_512", 1, 512, "35b", "aot"),
+    _trace("train_512", 1, 512, "35b"),
     _read("decode", 1, 1, "nano", "test", "bench"),
     _read("commit", 4, 32, "nano", "test", "bench"),
     _truncated("truncated_commit", 4, 32, "nano", "test", "bench"),

@@ -31,7 +31,8 @@ def gated_delta(
     """See `api.gated_delta`."""
     q, k, v, g, beta = silence(length, q, k, v, g, beta)
     if k.shape[1] == 1:
-        out, state = _one_token(*(x[:, 0] for x in (q, k, v, g, beta)), state)
+        at = lambda x: x[:, 0]
+        out, state = _one_token(at(q), at(k), at(v), at(g), at(beta), state)
         return out[:, None], state
     out, state, _ = _chunked(q, k, v, g, beta, state, chunk, trace=False)
     assert out is not None
@@ -117,7 +118,7 @@ def _chunked(
     scores = alike[..., chunk:, :] * decay if q is not None else alike[..., chunk:, :]
     inverse = _inverse_unit_lower(a)
 
-    def step(s: Array, x: tuple[Array, ...]) -> tuple[Array, tuple[Array, Any]]:
+    def step(s: Array, x: tuple[Array, ...]) -> tuple[Array, tuple[Any, Any]]:
         k, kq, v, beta, inverse, scores, to_start, to_end = x
         read = _einsum("rhck,rhgkv->rhgcv", kq, s)
         error = v - to_start[..., None] * read[..., :chunk, :]
