@@ -133,13 +133,12 @@ def linear_layer(
     if clean is not None:
         assert layout.clean is not None
         x = rms_norm(clean, p.input_layernorm, eps=cfg.rms_norm_eps)
+        boundaries = layout.noisy is not None and layout.noisy.index is not None
         y, causal_taps, after, stream = causal_gdn(
-            p.linear_attn, x, layout.clean.valid, prefix, cfg=cfg, env=env
+            p.linear_attn, x, layout.clean.valid, prefix, cfg=cfg, env=env, boundaries=boundaries
         )
         clean = clean + y
-        source = after
-        if layout.noisy is not None and layout.noisy.index is not None:
-            source = stream
+        source = after if stream is None else stream
         if cache is not None:
             cache = cache._replace(
                 state=_write_layer(cache.state, after.state, at),

@@ -156,37 +156,34 @@ def causal_gdn(
     *,
     cfg: ModelConfig,
     env: Env,
+    boundaries: bool = False,
 ) -> tuple[
     Float[Array, "rows time width"],
     Float[Array, "rows time value_heads value"],
     PrefixState,
-    CleanStream,
+    CleanStream | None,
 ]:
     """The base's layer from the state and ring of the prefix.
 
     Returns:
         The output, the read-outs before the gated norm, the state and ring after the last valid
-        row, and what the state before any other row is built from.
+        row, and with `boundaries` what the state before any other row is built from.
     """
     inputs = gdn_inputs(p, x, valid)
     window = jnp.concatenate([prefix.ring, inputs.qkv], axis=1)
     q, k, v = split_heads(causal_conv(window, p.conv1d), cfg)
     q = q * jnp.float32(cfg.delta.key_head_dim**-0.5)
-    keep = valid[..., None, None]
-    k, v = jnp.where(keep, k, 0.0), jnp.where(keep, v, 0.0)
-    args = (q, k, v, inputs.g, inputs.beta, prefix.state)
-    impl = env.impl("gated_delta")
-    o, trace = gated_delta_trace(*args, chunk=cfg.delta.chunk)
-    state = trace.states[:, -1].reshape(prefix.state.shape)
-    if impl != "auto":
-        o, state = gated_delta(*args, chunk=cfg.delta.chunk, impl=impl)
-    ring = ring_before(window, jnp.sum(valid, axis=1, dtype=jnp.int32), p.conv1d.shape[0] - 1)
-    return (
-        gdn_output(p, o, inputs.z, cfg),
-        o,
-        PrefixState(state, ring),
-        CleanStream(trace, window),
-    )
+    n_valid = jnp.sum(valid, axis=1, dtype=jnp.int32)
+    args = (q, k, v, inputs.g, inputs.beta, prefix.state, n_valid)
+    static: Any = {"chunk": cfg.delta.chunk, "impl": env.impl("gated_delta")}
+    stream = None
+    if boundaries:
+        o, state, trace = gated_delta_trace(*args, **static)
+        stream = CleanStream(trace, window)
+    else:
+        o, state = gated_delta(*args, **static)
+    ring = ring_before(window, n_valid, p.conv1d.shape[0] - 1)
+    return gdn_output(p, o, inputs.z, cfg), o, PrefixState(state, ring), stream
 
 
 def ring_before(

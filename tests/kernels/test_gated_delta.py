@@ -6,8 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pallas_kernels.gated_delta import boundary_state, gated_delta, gated_delta_trace
+from clover_jax.sharding import AxisRules, make_mesh
+from pallas_kernels.gated_delta import (
+    boundary_state,
+    commit_state,
+    contract,
+    gated_delta,
+    gated_delta_trace,
+)
+from pallas_kernels.gated_delta.specs import SPECS
 from tests.helpers.limits import assert_close
 
 ROWS, KEY_HEADS, VALUE_HEADS, KEY, VALUE = 2, 2, 4, 7, 5
@@ -114,15 +124,15 @@ def test_gradient_is_the_loops_finite_difference():
         ), name
 
 
-@pytest.mark.parametrize("chunk", (8, 64))
-def test_boundary_state_is_the_state_after_every_position(chunk):
+@pytest.mark.parametrize(("impl", "chunk"), (("reference", 8), ("xla", 8), ("xla", 64)))
+def test_boundary_state_is_the_state_after_every_position(impl, chunk):
     time = TIME_OF_CHUNK[chunk]
     x = inputs(time, "mix")
     _, want = loop(x)
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def states(*args):
-        _, trace = gated_delta_trace(*args, chunk=chunk)
+        _, _, trace = gated_delta_trace(*args, chunk=chunk, impl=impl)
         counts = jnp.stack([jnp.arange(time + 1), time - jnp.arange(time + 1)], axis=1)
         return jax.vmap(functools.partial(boundary_state, trace))(counts)
 
@@ -138,7 +148,7 @@ def test_boundary_state_is_differentiable():
     w = weights(time)[1]
 
     def from_trace(x):
-        _, trace = gated_delta_trace(*(x[n] for n in NAMES), chunk=8)
+        _, _, trace = gated_delta_trace(*(x[n] for n in NAMES), chunk=8, impl="xla")
         return jnp.sum(w * boundary_state(trace, jnp.full((ROWS,), count)))
 
     def from_loop(x):
@@ -173,9 +183,144 @@ def test_pads_leave_the_state_as_it_is(impl):
     np.testing.assert_array_equal(call(*(silent[n] for n in NAMES))[1], x["state"])
 
 
-def test_unknown_implementation_is_named():
-    x = inputs(19, "weak")
+def past(length, x: dict[str, np.ndarray], fill: float) -> dict[str, np.ndarray]:
+    """The same inputs with `fill` at and past each row's length."""
+
+    def put(a: np.ndarray) -> np.ndarray:
+        valid = np.arange(a.shape[1])[None] < np.asarray(length)[:, None]
+        return np.where(valid.reshape(*valid.shape, *(1,) * (a.ndim - 2)), a, np.float32(fill))
+
+    return {n: a if n == "state" else put(a) for n, a in x.items()}
+
+
+@functools.partial(jax.jit, static_argnames="impl", compiler_options=QUICK)
+def ragged(x, length, *, impl):
+    args = [x[n] for n in NAMES]
+    out, state = gated_delta(*args, length, chunk=8, impl=impl)
+    return out, state, commit_state(*args[1:], length, chunk=8, impl=impl)
+
+
+TIME = 19
+
+
+@given(
+    st.lists(st.integers(0, TIME), min_size=ROWS, max_size=ROWS), st.sampled_from(sorted(DECAYS))
+)
+@settings(max_examples=20, deadline=None)
+def test_ragged_lengths(length, decay):
+    """Lengths, empty rows included, with NaN in everything past them."""
+    x = inputs(TIME, decay)
+    want_out, want_states = loop(x)
+    for impl in ("reference", "xla"):
+        out, state, committed = ragged(
+            past(length, x, np.nan), np.array(length, np.int32), impl=impl
+        )
+        for r, n in enumerate(length):
+            assert_close("op", f"{impl} state of row {r}", state[r], want_states[r, n])
+            assert_close("op", f"{impl} commit of row {r}", committed[r], want_states[r, n])
+            assert_close("op", f"{impl} out of row {r}", out[r, :n], want_out[r, :n])
+            np.testing.assert_array_equal(out[r, n:], np.zeros_like(out[r, n:]))
+
+
+def test_one_token_is_the_recurrence():
+    x = {n: a[:, :1] if n != "state" else a for n, a in inputs(TIME, "mix").items()}
+    want_out, want_states = loop(x)
+    call = functools.partial(gated_delta, chunk=8, impl="xla")
+    out, state = jax.jit(call)(*(x[n] for n in NAMES))
+    assert_close("op", "out", out, want_out)
+    assert_close("op", "state", state, want_states[:, 1])
+    program = str(jax.make_jaxpr(call)(*(x[n] for n in NAMES)))
+    assert "scan" not in program and "pad" not in program  # not the chunked machinery
+
+
+@pytest.mark.parametrize("count", (0, 1, 8, 11, TIME))
+def test_a_commit_of_a_part_is_the_pass_over_that_part(count):
+    """Of the stored block, any accepted length; and its gradients."""
+    x = {n: jnp.asarray(a) for n, a in inputs(TIME, "mix").items()}
+    w = weights(TIME)[1]
+    counts = jnp.full((ROWS,), count, jnp.int32)
+
+    def from_commit(x):
+        state = commit_state(*(x[n] for n in NAMES[1:]), counts, chunk=8, impl="xla")
+        return jnp.sum(w * state), state
+
+    def from_part(x):
+        cut = {n: a if n == "state" else a[:, :count] for n, a in x.items()}
+        args = [cut[n] for n in NAMES]
+        state = gated_delta(*args, chunk=8, impl="reference")[1] if count else x["state"]
+        return jnp.sum(w * state), state
+
+    got, state = jax.jit(jax.grad(from_commit, has_aux=True), compiler_options=QUICK)(x)
+    want, want_state = jax.jit(jax.grad(from_part, has_aux=True), compiler_options=QUICK)(x)
+    assert_close("op", "state", state, want_state)
+    for name in NAMES:
+        if name == "q":
+            np.testing.assert_array_equal(got[name], np.zeros_like(x[name]))
+        else:
+            assert_close("gradient", f"gradient of {name}", got[name], want[name])
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if "test" in s.uses], ids=lambda s: s.name)
+def test_specs(spec):
+    arrays = spec.inputs(jax.random.key(1))
+    run = lambda impl: jax.jit(functools.partial(spec.call, impl=impl), compiler_options=QUICK)
+    got, want = (jax.tree.leaves(run(impl)(*arrays)) for impl in ("xla", "reference"))
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_close("op", f"result {i}", a, b)
+    if spec.naive is not None:
+        assert_close("op", "naive", jax.tree.leaves(jax.jit(spec.naive)(*arrays))[0], want[0])
+
+
+def test_specs_have_unique_names_and_floors():
+    assert len({s.name for s in SPECS}) == len(SPECS)
+    for spec in SPECS:
+        moved = jax.tree.leaves((spec.shapes(), jax.eval_shape(
+            functools.partial(spec.call, impl="xla"), *spec.shapes()
+        )))  # fmt: skip
+        # Every operand and result once; lengths and the keys of a trace are not in the floor.
+        assert spec.floor.bytes <= sum(4 * a.size for a in moved)
+        assert spec.floor.flops > 0
+
+
+def test_shards_compute_what_the_whole_does():
+    x = {n: np.concatenate([a, a]) for n, a in inputs(TIME, "mix").items()}
+    args = [x[n] for n in NAMES]
+    length = np.array([TIME, 11, 0, 3], np.int32)
+    rules = AxisRules()
+    mesh = make_mesh(4, 1, 2)
+    call = functools.partial(gated_delta, chunk=8, impl="xla")
+    want = jax.jit(call)(*args, length)
+    shards = jax.shard_map(
+        call,
+        mesh=mesh,
+        in_specs=tuple(rules.spec(axes) for axes in contract.AXES),
+        out_specs=tuple(rules.spec(axes) for axes in contract.OUT_AXES),
+    )
+    for name, a, b in zip(("out", "state"), jax.jit(shards)(*args, length), want, strict=True):
+        assert len(a.sharding.device_set) == 8
+        assert_close("op", name, a, b)
+    part = functools.partial(commit_state, chunk=8, impl="xla")
+    shards = jax.shard_map(
+        part,
+        mesh=mesh,
+        in_specs=tuple(rules.spec(axes) for axes in contract.COMMIT_AXES),
+        out_specs=rules.spec(contract.COMMIT_OUT_AXES),
+    )
+    assert_close("op", "commit", jax.jit(shards)(*args[1:], length), want[1])
+
+
+def test_what_cannot_be_served_is_named():
+    x = {n: jnp.asarray(a) for n, a in inputs(TIME, "weak").items()}
+    call = lambda impl="xla", chunk=8, **other: gated_delta.__wrapped__(
+        *({**x, **other}[n] for n in NAMES), chunk=chunk, impl=impl
+    )
     with pytest.raises(
         ValueError, match="gated_delta cannot run as 'cuda': implementations are reference, xla"
     ):
-        gated_delta.__wrapped__(*(jnp.asarray(x[n]) for n in NAMES), chunk=8, impl="cuda")
+        call("cuda")
+    with pytest.raises(ValueError, match="v has dtype bfloat16: expected float32"):
+        call(v=x["v"].astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match="v has 3 heads and k 2: expected a multiple"):
+        call(v=x["v"][:, :, :3])
+    with pytest.raises(ValueError, match="chunk is 0: expected a positive"):
+        call(chunk=0)

@@ -91,14 +91,14 @@ def test_rotary_on_all_channels_is_located():
 
 def test_tiled_value_heads_are_located(monkeypatch: pytest.MonkeyPatch):
     """Value head h must read key head h // group, not h % key_heads."""
-    right = deltanet.gated_delta_trace
+    right = deltanet.gated_delta
 
-    def tiled(q, k, v, *rest, chunk):
+    def tiled(q, k, v, *rest, **static):
         group = v.shape[2] // q.shape[2]
-        return right(jnp.tile(q, (1, 1, group, 1)), jnp.tile(k, (1, 1, group, 1)), v, *rest,
-                     chunk=chunk)  # fmt: skip
+        q, k = (jnp.tile(x, (1, 1, group, 1)) for x in (q, k))
+        return right(q, k, v, *rest, **static)
 
-    monkeypatch.setattr(deltanet, "gated_delta_trace", tiled)
+    monkeypatch.setattr(deltanet, "gated_delta", tiled)
     assert located(verify_qwen(max_position_embeddings=8001)) == (0, "o")
 
 
