@@ -33,7 +33,7 @@ OPS = {
         lambda q, k, limit, impl: block_attention(
             q, k, k, 0, limit, None, scale=1.0, differentiable=True, impl=impl
         ),
-        [f32(1, 2, 2, 4), f32(1, 1, 8, 2, 4), i32(1, 2)],
+        [f32(1, 2, 2, 4), f32(1, 1, 2, 8, 4), i32(1, 2)],
     ),
     "grouped_glu": (grouped_glu, [f32(2, 8, 4), f32(3, 4, 6), f32(3, 3, 5), i32(2), i32()]),
 }
