@@ -14,11 +14,12 @@ from pallas_kernels.block_attention import KV_TILE
 class DecodeCache(NamedTuple):
     """Left-aligned and right-padded: row r holds `length[r]` committed tokens.
 
-    Cells at or past `length` cannot matter, whatever they hold.
+    Cells at or past `length` cannot matter, whatever they hold. A head's cells are contiguous: a
+    tile of them is one matmul operand and one copy, on every kind of machine.
     """
 
-    k: Float[Array, "groups rows capacity kv_heads channel"]  # normed and rotated
-    v: Float[Array, "groups rows capacity kv_heads channel"]
+    k: Float[Array, "groups rows kv_heads capacity channel"]  # normed and rotated
+    v: Float[Array, "groups rows kv_heads capacity channel"]
     state: Float[Array, "groups layers rows value_heads key value"]  # float32
     ring: Float[Array, "groups layers rows taps channels"]  # last K-1 pre-conv rows
     hidden: Float[Array, "rows width"]  # final-normed, of the last committed token
@@ -27,7 +28,7 @@ class DecodeCache(NamedTuple):
     @property
     def capacity(self) -> int:
         """KV cells per row."""
-        return self.k.shape[2]
+        return self.k.shape[3]
 
     @property
     def rows(self) -> int:
@@ -42,7 +43,7 @@ def cache_shapes(cfg: ModelConfig, rows: int, capacity: int) -> DecodeCache:
     """Abstract cache. The capacity is rounded up to whole KV tiles, so that it never matters."""
     a, d, g, dtype = cfg.attention, cfg.delta, cfg.num_groups, jnp.dtype(cfg.dtype)
     cells = -(-capacity // KV_TILE) * KV_TILE
-    kv = jax.ShapeDtypeStruct((g, rows, cells, a.num_kv_heads, a.head_dim), dtype)
+    kv = jax.ShapeDtypeStruct((g, rows, a.num_kv_heads, cells, a.head_dim), dtype)
     lead = (g, cfg.linear_per_group, rows)
     state = (*lead, d.num_value_heads, d.key_head_dim, d.value_head_dim)
     make: Any = DecodeCache  # of shapes, not arrays

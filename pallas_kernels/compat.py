@@ -18,7 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as _plgpu
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
-__all__ = ["MACHINES", "Machine", "interpreted", "pl", "platform", "plgpu", "pltpu", "target"]
+__all__ = [
+    "MACHINES", "Machine", "interpreted", "pl", "platform", "plgpu", "pltpu", "target", "wgmma_add",
+]  # fmt: skip
 
 # Its transforms read as abstract classes and its `ACC` as private (jax 0.11): types do not help.
 plgpu: Any = _plgpu
@@ -91,6 +93,23 @@ def platform() -> str:
         return "gpu" if isinstance(params, plgpu.InterpretGPUParams) else "tpu"
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+def wgmma_add(value: jax.Array, a: Any, b: Any) -> jax.Array:
+    """value + a @ b on Hopper's matmul unit; a and b are references to shared memory.
+
+    The sum starts in the accumulator: a fresh one beside the old value would need its registers
+    twice. jax 0.11's interpreter knows no accumulator with a start value, so it adds afterwards.
+    """
+
+    def fresh(acc: Any) -> jax.Array:
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    accumulator: Any = plgpu.WGMMAAccumulatorRef
+    if config.pallas_tpu_interpret_mode_context_manager.value is not None:
+        return value + pl.run_scoped(fresh, accumulator(value.shape, value.dtype))
+    return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(accumulator.init(value))
 
 
 @contextlib.contextmanager

@@ -293,8 +293,8 @@ def _write_cells(
     cell = jnp.where(lay.valid, cell, cache.capacity)
     row = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
     return cache._replace(
-        k=cache.k.at[group, row, cell].set(k, mode="drop"),
-        v=cache.v.at[group, row, cell].set(v, mode="drop"),
+        k=cache.k.at[group, row, :, cell].set(k, mode="drop"),
+        v=cache.v.at[group, row, :, cell].set(v, mode="drop"),
     )
 
 
@@ -302,7 +302,7 @@ def _as_cells(x: Float[Array, "rows time kv_heads channel"]) -> Array:
     """A pass's own keys as a cache of one group; past one tile, whole tiles."""
     time = x.shape[1]
     extra = 0 if time <= KV_TILE else -time % KV_TILE
-    return jnp.pad(x, ((0, 0), (0, extra), (0, 0), (0, 0)))[None]
+    return jnp.pad(jnp.moveaxis(x, 1, 2), ((0, 0), (0, 0), (0, extra), (0, 0)))[None]
 
 
 def _mean_over_valid(share: Array, valid: Array) -> Float[Array, " rows"]:

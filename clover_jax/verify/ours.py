@@ -134,7 +134,7 @@ def _mixer(p: Any, x: Array, cfg: ModelConfig) -> dict:
     q, k, v, gate = attention_inputs(p.self_attn, x, clean.rope, cfg=cfg)
     limit = jnp.broadcast_to(jnp.arange(1, time + 1, dtype=jnp.int32), (rows, time))
     extra = 0 if time <= KV_TILE else -time % KV_TILE
-    cells = lambda a: jnp.pad(a, ((0, 0), (0, extra), (0, 0), (0, 0)))[None]
+    cells = lambda a: jnp.pad(jnp.moveaxis(a, 1, 2), ((0, 0), (0, 0), (0, extra), (0, 0)))[None]
     scale = cfg.attention.head_dim**-0.5
     mixed = block_attention(
         q, cells(k), cells(v), 0, limit, None, scale=scale, differentiable=False, impl="xla"

@@ -171,8 +171,8 @@ def _full_taps(
     rope = jax.tree.map(lambda a: a[:, 0], layout.rope)
     q, k, v, gate = attention_inputs(p.self_attn, fed.mixer_in, rope, cfg=cfg)
     cache = _one_layer_cache(cfg, rows, length)
-    cells = [(0, 0), (0, cache.capacity - length), (0, 0), (0, 0)]
-    keys, values = (jnp.pad(prefix[name], cells)[None] for name in ("k", "v"))
+    cells = [(0, 0), (0, 0), (0, cache.capacity - length), (0, 0)]
+    keys, values = (jnp.pad(jnp.moveaxis(prefix[name], 1, 2), cells)[None] for name in ("k", "v"))
     mixed = block_attention(
         q, keys, values, 0, jnp.full((rows, n), length, jnp.int32),
         BlockKV(k[:, None], v[:, None], layout.valid),

@@ -9,14 +9,16 @@ own block, both ways. Drawn for a prefix of 4 and a block of 3 (limit 4 for all 
     q2      x x x x . .      x x x
 
 A causal pass writes its keys into the cache first and has no own block: limit_i = start + i + 1.
-Cells at or past the limit cannot matter, whatever they hold (NaN included).
+    out_i = sum_j softmax_j(scale q_i . k_j) v_j        0 where a query sees nothing
+
+Cells at or past the limit and invalid positions cannot matter, whatever they hold (NaN included).
 """
 
 from typing import NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.block_attention.xla import KV_TILE
+from pallas_kernels.block_attention.contract import KV_TILE, check
 from pallas_kernels.registry import Impl, call
 
 __all__ = ["KV_TILE", "BlockKV", "block_attention"]
@@ -32,8 +34,8 @@ class BlockKV(NamedTuple):
 
 def block_attention(
     q: Float[Array, "rows queries heads channel"],
-    k: Float[Array, "groups rows capacity kv_heads channel"],
-    v: Float[Array, "groups rows capacity kv_heads channel"],
+    k: Float[Array, "groups rows kv_heads capacity channel"],
+    v: Float[Array, "groups rows kv_heads capacity channel"],
     group: int | Int[Array, ""],
     limit: Int[Array, "rows queries"],
     own: BlockKV | None,
@@ -46,7 +48,8 @@ def block_attention(
 
     Args:
         q: queries after norm and rotation; with `own`, `queries` is blocks x block.
-        k: cached keys of all attention layers; they are read in place, never sliced out.
+        k: cached keys of all attention layers; they are read in place, never sliced out. A
+            capacity past one KV_TILE is a multiple of it.
         v: cached values.
         group: which attention layer's cells to read.
         limit: number of cached cells each query sees, at most `capacity`.
@@ -55,11 +58,14 @@ def block_attention(
         differentiable: read all tiles with a scan, so that reverse mode works; otherwise only
             tiles below the largest limit are read.
         impl: `reference` is one dense softmax, `xla` an online softmax over tiles of KV_TILE
-            cells anchored at cell 0, so the capacity never matters.
+            cells, `pallas_tpu` and `pallas_gpu` the same as one kernel. Tiles are anchored at
+            cell 0, so the capacity never matters.
 
     Raises:
-        ValueError: an implementation this op does not have.
+        ValueError: shapes or dtypes that do not fit together, an implementation that this op does
+            not have or that cannot serve this call.
     """
+    check(q, k, v, own)
     return call(
         __name__,
         "block_attention",

@@ -20,27 +20,27 @@ def block_attention(
 ) -> Array:
     """See `api.block_attention`."""
     del differentiable
-    rows, queries, heads, _ = q.shape
-    out = jnp.zeros((rows, queries, heads, v.shape[-1]), jnp.float32)
+    rows, queries, heads, channel = q.shape
+    kv_heads, capacity = k.shape[2:4]
+    f32 = lambda a: a.astype(jnp.float32)
+    out = []
     for r in range(rows):
         for i in range(queries):
-            cells = jnp.arange(k.shape[2]) < limit[r, i]
-            keys = jnp.where(cells[:, None, None], k[group, r].astype(jnp.float32), 0.0)
-            values = jnp.where(cells[:, None, None], v[group, r].astype(jnp.float32), 0.0)
+            keys, values = f32(k[group, r]), f32(v[group, r])  # [kv_heads, cells, channel]
+            seen = jnp.arange(capacity) < limit[r, i]
             if own is not None:
                 b = i // own.k.shape[2]
-                seen = own.valid[r, b]
-                keys = jnp.concatenate([keys, own.k[r, b].astype(jnp.float32)])
-                values = jnp.concatenate([values, own.v[r, b].astype(jnp.float32)])
-                cells = jnp.concatenate([cells, seen])
-            for h in range(heads):
-                kv = h // (heads // k.shape[3])
-                logits = scale * jnp.matmul(
-                    keys[:, kv], q[r, i, h].astype(jnp.float32), precision=lax.Precision.HIGHEST
-                )
-                w = jnp.exp(logits - jnp.max(jnp.where(cells, logits, -jnp.inf)))
-                w = jnp.where(cells, w, 0.0)
-                mixed = jnp.matmul(w, values[:, kv], precision=lax.Precision.HIGHEST)
-                total = jnp.sum(w)
-                out = out.at[r, i, h].set(jnp.where(total > 0, mixed / total, 0.0))
-    return out.astype(q.dtype)
+                add = lambda cells, a: jnp.concatenate([cells, jnp.moveaxis(f32(a), 1, 0)], 1)
+                keys, values = add(keys, own.k[r, b]), add(values, own.v[r, b])
+                seen = jnp.concatenate([seen, own.valid[r, b]])
+            keys, values = (jnp.where(seen[None, :, None], a, 0.0) for a in (keys, values))
+            of_kv_head = f32(q[r, i]).reshape(kv_heads, heads // kv_heads, channel)
+            logits = scale * jnp.einsum(
+                "hgc,htc->hgt", of_kv_head, keys, precision=lax.Precision.HIGHEST
+            )
+            logits = jnp.where(seen, logits, -1e30)
+            w = jnp.where(seen, jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), 0.0)
+            mixed = jnp.einsum("hgt,htc->hgc", w, values, precision=lax.Precision.HIGHEST)
+            total = jnp.sum(w, axis=-1, keepdims=True)
+            out.append(jnp.where(total > 0, mixed / jnp.where(total > 0, total, 1.0), 0.0))
+    return jnp.stack(out).reshape(rows, queries, heads, channel).astype(q.dtype)

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-KV_TILE = 128
-MASKED = -1e30  # finite, so that a fully masked tile leaves the running maximum as it is
+from pallas_kernels.block_attention.contract import KV_TILE
+from pallas_kernels.block_attention.math import Part, add_keys, finish, fold, nothing, unfold
 
 
 def block_attention(
@@ -23,62 +23,44 @@ def block_attention(
 ) -> Array:
     """See `api.block_attention`."""
     rows, queries, heads, channel = q.shape
-    capacity, kv_heads = k.shape[2], k.shape[3]
-    q32 = scale * q.astype(jnp.float32).reshape(rows, queries, kv_heads, -1, channel)
-    stats = (rows, kv_heads, heads // kv_heads, queries)
-    carry = (
-        jnp.full(stats, MASKED, jnp.float32),
-        jnp.zeros(stats, jnp.float32),
-        jnp.zeros((*stats, channel), jnp.float32),
-    )
-    if own is not None:
-        blocks, block = own.valid.shape[1:]
-        q_own = q32.reshape(rows, blocks, block, kv_heads, -1, channel)
-        logits = jnp.einsum("rbihgc,rbjhc->rhgbij", q_own, own.k.astype(jnp.float32))
-        logits = jnp.where(own.valid[:, None, None, :, None, :], logits, MASKED)
-        top = jnp.max(logits, axis=-1)
-        w = jnp.where(own.valid[:, None, None, :, None, :], jnp.exp(logits - top[..., None]), 0.0)
-        mixed = jnp.einsum("rhgbij,rbjhc->rhgbic", w, own.v.astype(jnp.float32))
-        carry = (
-            top.reshape(stats),
-            jnp.sum(w, axis=-1).reshape(stats),
-            mixed.reshape(*stats, channel),
-        )
-
+    kv_heads, capacity = k.shape[2:4]
+    folded = fold(q.astype(jnp.float32), kv_heads)
+    limit_m = jnp.repeat(limit, heads // kv_heads, axis=1)  # [rows, m]
+    part = nothing(*folded.shape) if own is None else own_part(folded, own, scale)
     tile = min(KV_TILE, capacity)
-    if capacity % tile:
-        raise ValueError(f"capacity {capacity} is not a multiple of the KV tile {KV_TILE}")
     tiles = capacity // tile
 
-    def add_tile(t: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        top, total, mixed = carry
+    def add_tile(t: Any, part: Part) -> Part:
         start = jnp.asarray(t, jnp.int32) * tile
-        at = (jnp.asarray(group, jnp.int32), 0, start, 0, 0)
-        shape = (1, rows, tile, kv_heads, channel)
-        k_tile = lax.dynamic_slice(k, at, shape)[0].astype(jnp.float32)
-        v_tile = lax.dynamic_slice(v, at, shape)[0].astype(jnp.float32)
+        at = (jnp.asarray(group, jnp.int32), 0, 0, start, 0)
+        shape = (1, rows, kv_heads, tile, channel)
         cell = start + jnp.arange(tile, dtype=jnp.int32)
-        seen = cell[None, None] < limit[..., None]  # [rows, queries, tile]
-        used = jnp.any(seen, axis=1)[..., None, None]
-        logits = jnp.einsum("rqhgc,rthc->rhgqt", q32, jnp.where(used, k_tile, 0.0))
-        logits = jnp.where(seen[:, None, None], logits, MASKED)
-        new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
-        shrink = jnp.exp(top - new_top)
-        w = jnp.where(seen[:, None, None], jnp.exp(logits - new_top[..., None]), 0.0)
-        mixed_tile = jnp.einsum("rhgqt,rthc->rhgqc", w, jnp.where(used, v_tile, 0.0))
-        return (
-            new_top,
-            shrink * total + jnp.sum(w, axis=-1),
-            shrink[..., None] * mixed + mixed_tile,
+        used = (cell[None] < jnp.max(limit, axis=1, keepdims=True))[:, None, :, None]
+        k_tile, v_tile = (
+            jnp.where(used, lax.dynamic_slice(a, at, shape)[0].astype(jnp.float32), 0.0)
+            for a in (k, v)
         )
+        seen = (cell[None, None] < limit_m[..., None])[:, None]
+        return add_keys(part, folded, k_tile, v_tile, seen, scale=scale, precision=None)
 
     if tiles == 1:
-        carry = add_tile(0, carry)
+        part = add_tile(0, part)
     elif differentiable:
-        carry, _ = lax.scan(lambda c, t: (add_tile(t, c), None), carry, jnp.arange(tiles))
+        part, _ = lax.scan(lambda c, t: (add_tile(t, c), None), part, jnp.arange(tiles))
     else:
         used_tiles = jnp.minimum((jnp.max(limit) + (tile - 1)) // tile, tiles)
-        carry = lax.fori_loop(0, used_tiles, add_tile, carry)
-    _, total, mixed = carry
-    out = mixed / jnp.where(total > 0, total, jnp.float32(1))[..., None]
-    return jnp.moveaxis(out, 3, 1).reshape(rows, queries, heads, channel).astype(q.dtype)
+        part = lax.fori_loop(0, used_tiles, add_tile, part)
+    return unfold(finish(part), queries).astype(q.dtype)
+
+
+def own_part(folded: Array, own: Any, scale: float) -> Part:
+    """Attention over the block itself of queries as `fold` gives them, [rows, kv_heads, m, c]."""
+    by_block = (*folded.shape[:2], own.valid.shape[1], -1, folded.shape[-1])
+    q = folded.reshape(by_block)
+    seen = own.valid[:, None, :, None, :]  # [rows, 1, blocks, 1, block]
+    k, v = (
+        jnp.where(seen[..., 0, :, None], jnp.moveaxis(a, 3, 1).astype(jnp.float32), 0.0)
+        for a in (own.k, own.v)
+    )
+    part = add_keys(nothing(*q.shape), q, k, v, seen, scale=scale, precision=None)
+    return Part(*(a.reshape(*folded.shape[:3], -1) for a in part))

@@ -24,8 +24,8 @@ def inputs(capacity: int, sharp: float = 1.0):
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     q = sharp * draw(ROWS, QUERIES, HEADS, CHANNEL)
-    cells = (GROUPS, ROWS, 2 * KV_TILE, KV_HEADS, CHANNEL)  # the first ones for any capacity
-    k, v = (draw(*cells)[:, :, :capacity] for _ in range(2))
+    cells = (GROUPS, ROWS, KV_HEADS, 2 * KV_TILE, CHANNEL)  # the first ones for any capacity
+    k, v = (draw(*cells)[..., :capacity, :] for _ in range(2))
     own = BlockKV(*(draw(ROWS, BLOCKS, BLOCK, KV_HEADS, CHANNEL) for _ in range(2)), OWN_VALID)
     return np.float32(q), k, v, own
 
@@ -39,7 +39,7 @@ def dense(q, k, v, limit, own):
         for i in range(q.shape[1]):
             for h in range(HEADS):
                 g = h // (HEADS // KV_HEADS)
-                keys, values = k[GROUP, r, : limit[r, i], g], v[GROUP, r, : limit[r, i], g]
+                keys, values = k[GROUP, r, g, : limit[r, i]], v[GROUP, r, g, : limit[r, i]]
                 if own is not None:
                     seen = own.valid[r, i // BLOCK]
                     keys = np.concatenate([keys, own.k[r, i // BLOCK, seen, g]])
@@ -92,7 +92,7 @@ def test_unused_cells_cannot_matter(junk, with_own):
     limit = np.array(LIMITS["around a tile"], np.int32)
     clean = attend(q, k, v, limit, own)
     unused = np.arange(2 * KV_TILE)[None] >= limit.max(axis=1, keepdims=True)
-    spoil = lambda a: np.where(unused[None, :, :, None, None], np.float32(junk), a)
+    spoil = lambda a: np.where(unused[None, :, None, :, None], np.float32(junk), a)
     for differentiable in (False, True):
         got = attend(q, spoil(k), spoil(v), limit, own, differentiable=differentiable)
         np.testing.assert_array_equal(
@@ -115,7 +115,7 @@ def test_gradients():
 
     def plain(q, k, v, own, **_):
         repeat = lambda a: jnp.repeat(a, HEADS // KV_HEADS, axis=-2)
-        keys, values = repeat(k[GROUP]), repeat(v[GROUP])
+        keys, values = (repeat(jnp.moveaxis(a[GROUP], 1, 2)) for a in (k, v))
         cells = SCALE * jnp.einsum("rihc,rthc->rhit", q, keys)
         cells = jnp.where(np.arange(2 * KV_TILE) < limit[:, None, :, None], cells, -1e30)
         mine = np.arange(QUERIES)[:, None] // BLOCK == np.arange(QUERIES)[None] // BLOCK
@@ -138,14 +138,16 @@ def test_gradients():
     for name, a, b in zip(("q", "k", "v", "own k", "own v"), got, want, strict=True):
         assert_close("gradient", f"gradient of {name}", a, b)
     unused = np.arange(2 * KV_TILE)[None] >= limit.max(axis=1, keepdims=True)
-    assert not np.asarray(got[1])[GROUP][unused].any()
+    assert not np.moveaxis(got[1], 2, 3)[GROUP][unused].any()
     assert not np.asarray(got[1])[1 - GROUP].any()
 
 
 def test_ragged_capacity_is_refused():
     q, k, v, _ = inputs(2 * KV_TILE)
     with pytest.raises(ValueError, match=f"capacity {KV_TILE + 1} is not a multiple"):
-        attend(q, k[:, :, : KV_TILE + 1], v[:, :, : KV_TILE + 1], np.zeros((2, 6), np.int32), None)
+        attend(
+            q, k[..., : KV_TILE + 1, :], v[..., : KV_TILE + 1, :], np.zeros((2, 6), np.int32), None
+        )
 
 
 def test_unknown_implementation_is_named():

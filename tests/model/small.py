@@ -104,9 +104,9 @@ def clean_input(tokens: np.ndarray, n_valid: list[int]) -> CleanInput:
 def committed(cache: Any) -> dict[str, np.ndarray]:
     """What a cache holds: its arrays by name, cells past a row's length zeroed."""
     arrays = {name: np.asarray(a) for name, a in cache._asdict().items()}
-    used = np.arange(arrays["k"].shape[2])[None] < arrays["length"][:, None]
+    used = np.arange(arrays["k"].shape[3])[None] < arrays["length"][:, None]
     for name in ("k", "v"):
-        arrays[name] = np.where(used[None, :, :, None, None], arrays[name], 0)
+        arrays[name] = np.where(used[None, :, None, :, None], arrays[name], 0)
     return arrays
 
 

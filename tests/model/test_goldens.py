@@ -72,8 +72,9 @@ def attention_mixer(p, x):
     clean = layout(*x.shape[:2]).clean
     q, k, v, gate = attention_inputs(p, x, clean.rope, cfg=CFG)
     limit = jnp.broadcast_to(jnp.arange(1, x.shape[1] + 1), x.shape[:2])
+    cells = lambda a: jnp.moveaxis(a, 1, 2)[None]
     mixed = block_attention(
-        q, k[None], v[None], 0, limit, None,
+        q, cells(k), cells(v), 0, limit, None,
         scale=CFG.attention.head_dim**-0.5, differentiable=True, impl="xla",
     )  # fmt: skip
     return attention_output(p, mixed, gate)

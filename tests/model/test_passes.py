@@ -126,7 +126,7 @@ def test_a_short_row_is_that_row_alone():
 def test_unused_cells_cannot_matter(junk):
     cache = prefix()
     unused = np.arange(cache.capacity)[None] >= np.asarray(cache.length)[:, None]
-    fill = lambda a: np.where(unused[None, :, :, None, None], np.float32(junk), a)
+    fill = lambda a: np.where(unused[None, :, None, :, None], np.float32(junk), a)
     spoiled = cache._replace(k=fill(cache.k), v=fill(cache.v))
     step = TOKENS[:, :BLOCK]
     a, b = (LONG(params(), step, count(8, 3), c) for c in (cache, spoiled))
@@ -145,8 +145,8 @@ def test_overflow_is_dropped_and_refused():
     out = LONG(params(), TOKENS[:, :BLOCK], count(8, 8), full)
     for name in ("k", "v"):
         before, after = (np.asarray(getattr(c, name))[:, 0] for c in (cache, out.cache))
-        np.testing.assert_array_equal(after[:, :-3], before[:, :-3])
-        assert np.abs(after[:, -3:]).min() > 0
+        np.testing.assert_array_equal(after[..., :-3, :], before[..., :-3, :])
+        assert np.abs(after[..., -3:, :]).min() > 0
     other = LONG(params(), TOKENS[:, :BLOCK], count(8, 8), cache)
     assert_same_bits(out.cache, other.cache, rows=[1])
     check_capacity(CFG, 20, 12, 32)

@@ -60,8 +60,8 @@ def test_what_a_prefix_leaves_behind(cfg):
         assert_close("hidden", f"state of layer {i}", out.cache.state[0, i, 0], row.state[i])
         assert_close("hidden", f"ring of layer {i}", out.cache.ring[0, i, 0], row.ring[i])
     for name, cells in (("k", row.keys), ("v", row.values)):
-        got = getattr(out.cache, name)[0, 0, :PREFIX]
-        assert_close("hidden", name, got, np.stack(cells[attention]))
+        got = getattr(out.cache, name)[0, 0, :, :PREFIX]
+        assert_close("hidden", name, got, np.stack(cells[attention], axis=1))
 
 
 @every_config
