@@ -64,9 +64,9 @@ def _tpu(kind: str, topology: str) -> Machine:
 
 
 MACHINES = {
-    "v5e": _tpu("TPU v5 lite", "v5e:1x1"),
+    "v5e": _tpu("TPU v5 lite", "v5e:2x2"),
     "v5p": _tpu("TPU v5", "v5p:2x2x1"),
-    "v6e": _tpu("TPU v6 lite", "v6e:1x1"),
+    "v6e": _tpu("TPU v6 lite", "v6e:2x2"),
     "h200": Machine(
         platform="gpu",
         kind="NVIDIA H200",
@@ -74,7 +74,7 @@ MACHINES = {
             ("platform", "cuda"),
             ("topology_name", "h200"),
             ("target_config", _H200),
-            ("topology", "1x1x1"),
+            ("topology", "1x1x8"),
         ),
         cores=132,
     ),
