@@ -34,9 +34,8 @@ from clover_jax.model.deltanet import (
     ring_before,
     split_heads,
 )
-from clover_jax.model.norm import over_last_axis
 from pallas_kernels.gated_delta import boundary_state, gated_delta
-from pallas_kernels.state_fusion import state_fusion
+from pallas_kernels.state_fusion import Switches, state_fusion
 
 
 def block_gdn(
@@ -107,49 +106,35 @@ def _one_block(
 ) -> tuple[Array, Array]:
     switches = cfg.bd_gdn
     assert switches is not None
-    q, k, v = split_heads(block_conv(p, prefix.ring, inputs.qkv, switches), cfg)
-    scaled_q = q * jnp.float32(cfg.delta.key_head_dim**-0.5)
-    if switches.operator in ("causal", "two_direction"):
-        run: Any = functools.partial(
-            gated_delta, chunk=cfg.delta.chunk, impl=env.impl("gated_delta")
+    if switches.operator not in ("causal", "two_direction"):
+        return state_fusion(
+            prefix.ring,
+            inputs.qkv,
+            p.conv1d,
+            p.conv_right_weight if switches.right_conv else None,
+            prefix.state,
+            inputs.g,
+            inputs.beta,
+            p.bd_softmax_logit_scale,
+            p.bd_softmax_history_bias,
+            p.bd_softmax_history_c,
+            valid,
+            empty,
+            key_heads=cfg.delta.num_key_heads,
+            switches=Switches(*(getattr(switches, name) for name in Switches._fields)),
+            impl=env.impl("state_fusion"),
         )
-        rows = (scaled_q, k, v, inputs.g, inputs.beta)
-        o, _ = run(*rows, prefix.state)
-        if switches.operator == "two_direction":
-            # The second recurrence comes from the right end and starts empty.
-            mirrored = jax.tree.map(lambda a: jnp.flip(a, axis=1), rows)
-            back, _ = run(*mirrored, jnp.zeros_like(prefix.state))
-            o = o + jnp.flip(back, axis=1)
-        return o, jnp.zeros(o.shape[:-1], jnp.float32)
-
-    history_q = q if switches.history_query == "unit" else scaled_q
-    group = cfg.delta.num_value_heads // cfg.delta.num_key_heads
-    read = jnp.einsum(
-        "rhkv,rihk->rihv",
-        prefix.state,
-        jnp.repeat(history_q, group, axis=2),
-        precision=lax.Precision.HIGHEST,
-    )
-    slot, bias = _slot_logit(p, read, valid, switches), None
-    if switches.block_bias == "decay":
-        c = jnp.moveaxis(jnp.cumsum(inputs.g, axis=1), 1, 2)  # [rows, value_heads, block]
-        strength = jnp.where(valid[..., None], jnp.log(inputs.beta + jnp.float32(1e-6)), 0.0)
-        bias = -jnp.abs(c[..., :, None] - c[..., None, :])
-        bias = bias + jnp.moveaxis(strength, 1, 2)[..., None, :]
-        slot = slot + jnp.moveaxis(c, 1, 2)
-    if switches.operator in ("no_history", "added"):
-        slot = jnp.full_like(slot, -jnp.inf)
-    elif switches.empty_history == "drop":
-        slot = jnp.where(empty[:, None, None], -jnp.inf, slot)
-    if switches.block_value == "beta":
-        v = v * inputs.beta[..., None]
-    scale = {
-        "plain": lambda s: s,
-        "exp": jnp.exp,
-        "softplus": jax.nn.softplus,
-    }[switches.logit_scale](p.bd_softmax_logit_scale)
-    o, share = state_fusion(q, k, v, read, slot, scale, bias, valid, impl=env.impl("state_fusion"))
-    return (o + read if switches.operator == "added" else o), share
+    q, k, v = split_heads(block_conv(p, prefix.ring, inputs.qkv, switches), cfg)
+    q = q * jnp.float32(cfg.delta.key_head_dim**-0.5)
+    run: Any = functools.partial(gated_delta, chunk=cfg.delta.chunk, impl=env.impl("gated_delta"))
+    rows = (q, k, v, inputs.g, inputs.beta)
+    o, _ = run(*rows, prefix.state)
+    if switches.operator == "two_direction":
+        # The second recurrence comes from the right end and starts empty.
+        mirrored = jax.tree.map(lambda a: jnp.flip(a, axis=1), rows)
+        back, _ = run(*mirrored, jnp.zeros_like(prefix.state))
+        o = o + jnp.flip(back, axis=1)
+    return o, jnp.zeros(o.shape[:-1], jnp.float32)
 
 
 def block_conv(
@@ -159,28 +144,10 @@ def block_conv(
     switches: BDGDNConfig,
 ) -> Float[Array, "rows block channels"]:
     """The convolution before SiLU: the base's taps over ring and block, and the taps ahead."""
-    out = causal_conv(jnp.concatenate([ring, block], axis=1), p.conv1d)
     if not switches.right_conv:
-        return out
-    taps = p.conv_right_weight.shape[0]
-    right = (
-        p.conv_right_weight if switches.right_order == "next_first" else p.conv_right_weight[::-1]
-    )
-    # Rows past the block's end add nothing.
-    ahead = jnp.pad(block[:, 1:], ((0, 0), (0, taps), (0, 0)))
-    return out + causal_conv(ahead, right)
-
-
-def _slot_logit(
-    p: GDNParams,
-    read: Float[Array, "rows block value_heads value"],
-    valid: Bool[Array, "rows block"],
-    switches: BDGDNConfig,
-) -> Float[Array, "rows block value_heads"]:
-    if switches.history_logit == "log_length":
-        length = jnp.maximum(jnp.sum(valid, axis=1, dtype=jnp.int32), 1).astype(jnp.float32)
-        score = jnp.broadcast_to(jnp.log(length)[:, None, None], read.shape[:-1])
-    else:
-        score = jnp.log1p(jnp.sqrt(jnp.sum(read * read, axis=-1) + jnp.float32(1e-12)))
-    bias, c = p.bd_softmax_history_bias, p.bd_softmax_history_c
-    return over_last_axis(bias, score) + over_last_axis(c, score) * score
+        return causal_conv(jnp.concatenate([ring, block], axis=1), p.conv1d)
+    right = p.conv_right_weight
+    right = right if switches.right_order == "next_first" else right[::-1]
+    # Nothing follows the block.
+    window = jnp.concatenate([ring, block, jnp.zeros_like(ring)], axis=1)
+    return causal_conv(window, jnp.concatenate([p.conv1d, right]))

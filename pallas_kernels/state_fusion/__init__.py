@@ -1,5 +1,6 @@
-"""The BD-GDN block operator. Contract: `api.state_fusion`."""
+"""The operator of a GDN layer in a preview. Contract: `api.state_fusion`."""
 
 from pallas_kernels.state_fusion.api import state_fusion
+from pallas_kernels.state_fusion.contract import Switches
 
-__all__ = ["state_fusion"]
+__all__ = ["Switches", "state_fusion"]

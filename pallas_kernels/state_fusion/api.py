@@ -1,44 +1,76 @@
-"""One softmax over a block's positions and a history slot read from the clean state.
+"""The operator of a GDN layer in a preview: convolution, block softmax, read of the clean state.
 
-    l_ij = logit_scale[h] (q_i . k_j) + bias[h, i, j]      every valid j, both directions
-    w    = softmax([slot_i, l_i0 .. l_i,n-1])              one softmax, fp32
-    o_i  = w_slot (S^T q_i)  +  sum_j w_j v_j              S is read, never written
+For positions t = 0 .. n-1 of a block and value head h, whose key head is h // group:
 
-Per value head h, which reads key head h // (value_heads / key_heads). All arrays float32. A slot
-of -inf drops the history; a row without a valid position and with a slot of -inf gives 0.
+    c_t  = silu( sum_{j<K} in[t+j] taps[j] + sum_{d=1..K-1} block[t+d] right_taps[d-1] )
+    q,k  = l2norm per head;  v as is
+    l_ij = logit_scale[h] (q_i . k_j)                   every valid j, both directions
+    l_ih = history_bias[h] + history_c[h] log(n_valid)  the history slot
+    w    = softmax([l_ih, l_i0 .. l_i,n-1]);  o_i = w_h (S^T q_i) + sum_j w_j v_j
+
+`in` is the ring followed by the block; nothing follows the block. S is the clean state of the
+prefix, read and never written. What stands at a position that is not valid is nobody's input: its
+channels, g and beta are read as 0, and it is no key. Everything is float32 inside; conv inputs and
+taps may be bfloat16 and are converted first. Source: shared/reference/clover.md A and B;
+`contract.Switches` lists the readings of what it leaves open.
 """
 
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Float32
 
 from pallas_kernels.registry import Impl, call
+from pallas_kernels.state_fusion import contract
+from pallas_kernels.state_fusion.contract import Switches
 
 
 def state_fusion(
-    q: Float[Array, "rows block key_heads key"],
-    k: Float[Array, "rows block key_heads key"],
-    v: Float[Array, "rows block value_heads value"],
-    read: Float[Array, "rows block value_heads value"],
-    slot: Float[Array, "rows block value_heads"],
-    logit_scale: Float[Array, " value_heads"],
-    bias: Float[Array, "rows value_heads block block"] | None,
+    ring: Float[Array, "rows older channels"],
+    block_qkv: Float[Array, "rows block channels"],
+    taps: Float[Array, "taps channels"],
+    right_taps: Float[Array, "older channels"] | None,
+    state: Float32[Array, "rows value_heads key value"],
+    g: Float32[Array, "rows block value_heads"],
+    beta: Float32[Array, "rows block value_heads"],
+    logit_scale: Float32[Array, " value_heads"],
+    history_bias: Float32[Array, " value_heads"],
+    history_c: Float32[Array, " value_heads"],
     valid: Bool[Array, "rows block"],
+    empty: Bool[Array, " rows"],
     *,
+    key_heads: int,
+    switches: Switches,
     impl: Impl,
-) -> tuple[Float[Array, "rows block value_heads value"], Float[Array, "rows block value_heads"]]:
-    """The block's outputs and the share w_slot of the history slot.
+) -> tuple[
+    Float32[Array, "rows block value_heads value"], Float32[Array, "rows block value_heads"]
+]:
+    """The block's outputs before the gated norm, and the share w_h of the history slot.
+
+    Differentiable in every float argument.
 
     Args:
-        q: l2-normalised queries.
-        k: l2-normalised keys.
-        v: block values.
-        read: S^T q of every position, the value of the history slot.
-        slot: logit of the history slot.
+        ring: pre-conv channels q | k | v of the K-1 positions before the block.
+        block_qkv: those of the block.
+        taps: K taps of each channel; the last falls on the position itself.
+        right_taps: K-1 taps over the positions ahead; None: there are none.
+        state: S, the clean state.
+        g: log decays of the block, read by `block_bias="decay"` alone.
+        beta: write strengths, read by `block_bias="decay"` and `block_value="beta"` alone.
         logit_scale: factor of q . k.
-        bias: added to the block's logits, or None.
-        valid: positions that exist; the others are nobody's key.
-        impl: `reference` goes row by row, `xla` is batched.
+        history_bias: of the slot's logit.
+        history_c: factor of the slot's score.
+        valid: positions that exist.
+        empty: rows without a prefix, read by `empty_history="drop"` alone.
+        key_heads: how many heads q and k have.
+        switches: which formula.
+        impl: `reference` goes row by row and head by head, `xla` is batched, `pallas_tpu` and
+            `pallas_gpu` are one kernel each that reads the state once.
 
     Raises:
-        ValueError: an implementation this op does not have.
+        ValueError: shapes, dtypes or switches outside the contract, or an implementation that
+            cannot serve the call; the text says why.
     """
-    return call(__name__, "state_fusion", impl, q, k, v, read, slot, logit_scale, bias, valid)
+    contract.check(ring, block_qkv, taps, right_taps, state, key_heads=key_heads, switches=switches)
+    arrays = (ring, block_qkv, taps, right_taps, state, g, beta)
+    scalars = (logit_scale, history_bias, history_c, valid, empty)
+    return call(
+        __name__, "state_fusion", impl, *arrays, *scalars, key_heads=key_heads, switches=switches
+    )
