@@ -166,14 +166,17 @@ def _unrolled(
     env: Env,
     taps: bool,
 ) -> tuple[Streams, DecodeCache | None, StackStats, LayerTaps | None]:
-    stats, values = [], []
+    stats, values, left = [], [], []
     for i, p in enumerate(layers):
         g, j = divmod(i, cfg.full_attention_interval)
         at = LayerIndex(g, j, None if allowed is None else allowed[i])
         if isinstance(p, LinearLayer):
-            streams, cache, layer_stats, tap = linear_layer(
-                p, streams, cache, at, layout, cfg=cfg, env=env
+            # Alone: XLA would copy the states of all layers at each layer's write (jax 0.11.2, CPU).
+            own = None if cache is None else _layer_alone(cache, g, j)
+            streams, own, layer_stats, tap = linear_layer(
+                p, streams, own, at._replace(group=0, layer=0), layout, cfg=cfg, env=env
             )
+            left.append(own)
             values.append(tap)
         else:
             streams, cache, layer_stats = full_layer(
@@ -181,6 +184,12 @@ def _unrolled(
             )
         stats.append(layer_stats)
     stacked = lambda trees: jax.tree.map(lambda *a: jnp.stack(a), *trees)
+    if cache is not None and streams.clean is not None:
+        together = lambda parts, old: jnp.concatenate(parts).reshape(old.shape)
+        cache = cache._replace(
+            state=together([own.state for own in left], cache.state),
+            ring=together([own.ring for own in left], cache.ring),
+        )
     shares = [s.history_share for s in stats if s.history_share is not None]
     return (
         streams,
@@ -188,6 +197,12 @@ def _unrolled(
         StackStats(stacked([s.router for s in stats]), jnp.stack(shares) if shares else None),
         stacked(values) if taps else None,
     )
+
+
+def _layer_alone(cache: DecodeCache, group: int, layer: int) -> DecodeCache:
+    """The cache with the state and ring of one GDN layer as its only ones."""
+    one = lambda a: a[group : group + 1, layer : layer + 1]
+    return cache._replace(state=one(cache.state), ring=one(cache.ring))
 
 
 def existing_experts(cfg: ModelConfig) -> Array | None:
