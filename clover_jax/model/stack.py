@@ -171,7 +171,7 @@ def _unrolled(
         g, j = divmod(i, cfg.full_attention_interval)
         at = LayerIndex(g, j, None if allowed is None else allowed[i])
         if isinstance(p, LinearLayer):
-            # Alone: XLA would copy the states of all layers at each layer's write (jax 0.11.2, CPU).
+            # Alone: XLA would copy all layers' states at each write (jax 0.11.2, CPU).
             own = None if cache is None else _layer_alone(cache, g, j)
             streams, own, layer_stats, tap = linear_layer(
                 p, streams, own, at._replace(group=0, layer=0), layout, cfg=cfg, env=env
