@@ -13,10 +13,9 @@ from jaxtyping import Array
 from pallas_kernels.state_fusion.contract import Switches
 
 
-def conv_silu(window: Array, taps: Sequence[Array]) -> Array:
-    """silu(sum_j window[t + j] taps[j]) for every t that the window covers; taps are rows."""
-    n = window.shape[0] - len(taps) + 1
-    return silu(functools.reduce(jnp.add, [window[j : j + n] * tap for j, tap in enumerate(taps)]))
+def conv_silu(shifted: Sequence[Array], taps: Sequence[Array]) -> Array:
+    """silu(sum_j shifted[j] taps[j]); shifted[j][t] is position t + j of the window."""
+    return silu(functools.reduce(jnp.add, [x * t for x, t in zip(shifted, taps, strict=True)]))
 
 
 def silu(x: Array) -> Array:

@@ -14,6 +14,7 @@ from pallas_kernels.state_fusion import contract, math, xla
 from pallas_kernels.state_fusion.contract import Switches
 
 LANES = 128
+KEYS = 64
 VMEM_BYTES = 16 * 2**20  # the default scoped limit of the generations that the tests compile for
 STATE_BYTES = 2**19  # of one grid step: its fixed cost is about that of moving so much
 
@@ -139,12 +140,16 @@ def _forward(
         in_specs=[{name: spec for name, (_, spec) in operands.items()}],
         out_specs=(
             pl.BlockSpec((None, n, v_width), lambda r, h: (r, 0, h)),
-            pl.BlockSpec((None, None, n, served), lambda r, h: (r, h, 0, 0)),
+            pl.BlockSpec((None, None, served, n), lambda r, h: (r, h, 0, 0)),
         ),
         out_shape=(
             jax.ShapeDtypeStruct((rows, n, value_heads * value), jnp.float32),
-            jax.ShapeDtypeStruct((rows, steps, n, served), jnp.float32),
+            jax.ShapeDtypeStruct((rows, steps, served, n), jnp.float32),
         ),
+        scratch_shapes=[
+            pltpu.VMEM((n + 2 * (taps.shape[0] - 1), LANES), jnp.float32),
+            {part: pltpu.VMEM((n, width), jnp.float32) for part, (width, _) in first.items()},
+        ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         cost_estimate=pl.CostEstimate(
             flops=floor.flops,
@@ -155,51 +160,76 @@ def _forward(
     )({name: x for name, (x, _) in operands.items()})
     return (
         out.reshape(rows, n, value_heads, value),
-        jnp.moveaxis(share, 1, 2).reshape(rows, n, value_heads),
+        jnp.moveaxis(share.reshape(rows, value_heads, n), 1, 2),
     )
 
 
 def _kernel(
-    refs: dict[str, Any], out: Any, share: Any, *, tile: Tile, group: int, switches: Switches
-) -> None:
-    """All heads of one grid step; arrays are read here, `math` computes."""
+    refs: dict[str, Any], out: Any, share: Any, window: Any, mixed: dict[str, Any],
+    *, tile: Tile, group: int, switches: Switches,
+) -> None:  # fmt: skip
+    """All heads of one grid step; arrays are read here, `math` computes.
+
+    Loops over heads, not unrolled code: the scheduler overlaps unrolled heads until it spills.
+    """
     _, key, value = refs["state"].shape
     exists = refs["valid"][...]
     valid, column = exists > 0.0, math.as_column(exists) > 0.0
-    mixed = {part: _mixed(refs, part, column, switches) for part in ("q", "k", "v")}
+    for part, scratch in mixed.items():
+
+        @pl.loop(0, scratch.shape[1] // LANES)
+        def _(i: Array, part: str = part) -> None:
+            at = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
+            mixed[part][:, at] = _mixed(refs, window, part, at, column, switches)
+
     strengths = {n: jnp.where(column, refs[n][...], 0.0) for n in ("g", "beta") if n in refs}
-    for i in range(tile.heads * group):
-        at = slice(i // group * key, (i // group + 1) * key)
-        if i % group == 0:
-            q, k = math.unit(mixed["q"][:, at]), math.unit(mixed["k"][:, at])
-            qk = _dot(q, k, contract_last=True)
-            scaled = q if switches.history_query == "unit" else q * key**-0.5
-        head = pl.program_id(1) * (tile.heads * group) + i
-        g, beta = (_lane(strengths[n], head) if n in strengths else None for n in ("g", "beta"))
-        scalars = [refs[n][head] for n in ("logit_scale", "history_bias", "history_c")]
-        empty = refs["empty"][pl.program_id(0)] > 0 if "empty" in refs else None
-        read = _dot(scaled, refs["state"][i], contract_last=False)
-        w, w_slot = math.block_weights(qk, read, g, beta, scalars, valid, empty, switches)
-        v = mixed["v"][:, i * value : (i + 1) * value]
-        if switches.block_value == "beta":
-            v = v * beta
-        kept = read if switches.operator == "added" else w_slot * read
-        out[:, i * value : (i + 1) * value] = kept + _dot(w, v, contract_last=False)
-        share[:, i : i + 1] = w_slot
+    empty = refs["empty"][pl.program_id(0)] > 0 if "empty" in refs else None
+
+    @pl.loop(0, tile.heads)
+    def _(a: Array) -> None:
+        lanes = lambda i, width: pl.ds(pl.multiple_of(i * width, LANES), width)
+        q, k = (math.unit(mixed[part][:, lanes(a, key)]) for part in ("q", "k"))
+        qk = _dot(q, k, contract_last=True)
+        scaled = q if switches.history_query == "unit" else q * key**-0.5
+
+        @pl.loop(0, group)
+        def _(b: Array) -> None:
+            i = a * group + b
+            head = pl.program_id(1) * (tile.heads * group) + i
+            g, beta = (_lane(strengths[n], head) if n in strengths else None for n in ("g", "beta"))
+            scalars = [refs[n][head] for n in ("logit_scale", "history_bias", "history_c")]
+            read = functools.reduce(jnp.add, [
+                _dot(scaled[:, j : j + KEYS], refs["state"][i, pl.ds(j, KEYS)], contract_last=False)
+                for j in range(0, key, KEYS)
+            ])
+            w, w_slot = math.block_weights(qk, read, g, beta, scalars, valid, empty, switches)
+            v = mixed["v"][:, lanes(i, value)]
+            if switches.block_value == "beta":
+                v = v * beta
+            kept = read if switches.operator == "added" else w_slot * read
+            out[:, lanes(i, value)] = kept + _dot(w, v, contract_last=False)
+            share[pl.ds(i, 1)] = math.as_row(w_slot)
 
 
-def _mixed(refs: dict[str, Any], part: str, valid: Array, switches: Switches) -> Array:
-    """q, k or v of the step's heads after convolution and SiLU."""
-    f32 = lambda ref: ref[...].astype(jnp.float32)
+def _mixed(
+    refs: dict[str, Any], window: Any, part: str, at: Any, valid: Array, switches: Switches
+) -> Array:
+    """The channels `at` of q, k or v, after convolution and SiLU.
+
+    They pass through `window`: a load at any position is one operation, while shifting a vector
+    by positions is several.
+    """
+    load = lambda name: refs[name][part][:, at].astype(jnp.float32)
     rows = lambda x: [x[j : j + 1] for j in range(x.shape[0])]
-    ring = f32(refs["ring"][part])
-    window, taps = [ring, jnp.where(valid, f32(refs["block"][part]), 0.0)], f32(refs["taps"][part])
-    taps = rows(taps)
+    n, older = valid.shape[0], refs["ring"][part].shape[0]
+    taps = rows(load("taps"))
+    window[:older] = load("ring")
+    window[older : older + n] = jnp.where(valid, load("block"), 0.0)
     if "right_taps" in refs:
-        window.append(jnp.zeros_like(ring))
-        right = rows(f32(refs["right_taps"][part]))
+        window[older + n :] = jnp.zeros((older, window.shape[1]), jnp.float32)
+        right = rows(load("right_taps"))
         taps += right if switches.right_order == "next_first" else right[::-1]
-    return math.conv_silu(jnp.concatenate(window), taps)
+    return math.conv_silu([window[j : j + n] for j in range(len(taps))], taps)
 
 
 def _lane(x: Array, at: Array) -> Array:
