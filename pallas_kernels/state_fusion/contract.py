@@ -1,6 +1,6 @@
 """What the types of `api.state_fusion` cannot say, and how its arrays may be split over devices."""
 
-from typing import Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -103,10 +103,11 @@ def check(
         _expect(chosen in choices, f"switch {name}", repr(chosen), f"one of {', '.join(choices)}")
 
 
-def floor(
-    block_qkv: Array, taps: Array, right_taps: Array | None, state: Array, *, key_heads: int
-) -> Floor:
-    """What any implementation moves and computes; exp, norms and masks are left out."""
+def floor(block_qkv: Any, taps: Any, right_taps: Any, state: Any, *, key_heads: int) -> Floor:
+    """What any implementation moves and computes, from shapes; exp, norms and masks are left out.
+
+    g and beta, which few switches read, are left out too.
+    """
     rows, value_heads, key, value = state.shape
     n, channels = block_qkv.shape[1:]
     tap_rows = taps.shape[0] + (0 if right_taps is None else right_taps.shape[0])

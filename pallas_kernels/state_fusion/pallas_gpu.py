@@ -17,6 +17,7 @@ from jaxtyping import Array
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.state_fusion import math, xla
 from pallas_kernels.state_fusion.contract import Switches
+from pallas_kernels.state_fusion.transforms import transformable
 
 ROWS = 64  # positions and value channels come in the 64 rows of a warpgroup's layout
 SMEM_BYTES = 227 * 1024
@@ -51,7 +52,7 @@ class Tile:
 def state_fusion(*arrays: Any, key_heads: int, switches: Switches) -> tuple[Array, Array]:
     """See `api.state_fusion`."""
     forward = functools.partial(_forward, key_heads=key_heads, switches=switches)
-    return xla.with_gradient(forward, key_heads=key_heads, switches=switches)(*arrays)
+    return transformable(forward, key_heads=key_heads, switches=switches)(*arrays)
 
 
 def state_fusion_unsupported(
@@ -262,7 +263,7 @@ def _softmax(
     gmem: dict[str, Any], smem: dict[str, Any], row: Array, head: Array, switches: Switches
 ) -> None:
     """Logits -> weights in place, and the slot's share."""
-    shape, rows, columns = (ROWS, ROWS), MATRIX.reduce(1), MATRIX.reduce(0)
+    shape, columns = (ROWS, ROWS), MATRIX.reduce(0)
     logits = plgpu.load(smem["weights"], layout=MATRIX, optimized=False)
     logits = gmem["logit_scale"][head] * logits
     valid = _across(_vector(gmem["valid"].at[row], columns), shape)

@@ -12,6 +12,7 @@ from jaxtyping import Array
 from pallas_kernels.compat import pl, pltpu
 from pallas_kernels.state_fusion import contract, math, xla
 from pallas_kernels.state_fusion.contract import Switches
+from pallas_kernels.state_fusion.transforms import transformable
 
 LANES = 128
 KEYS = 64
@@ -59,7 +60,7 @@ def _size(state: tuple[int, ...], key_heads: int) -> int:
 def state_fusion(*arrays: Any, key_heads: int, switches: Switches) -> tuple[Array, Array]:
     """See `api.state_fusion`."""
     forward = functools.partial(_forward, key_heads=key_heads, switches=switches)
-    return xla.with_gradient(forward, key_heads=key_heads, switches=switches)(*arrays)
+    return transformable(forward, key_heads=key_heads, switches=switches)(*arrays)
 
 
 def state_fusion_unsupported(
@@ -102,10 +103,16 @@ def _forward(
     steps, served = key_heads // tile.heads, value_heads // key_heads * tile.heads
     k_width, v_width = tile.heads * key, served * value
     # The same array once per part: its block of the step's heads in q, k and v.
-    first = {"q": (k_width, 0), "k": (k_width, steps), "v": (v_width, 2 * key_heads * key // v_width)}
+    first = {
+        "q": (k_width, 0),
+        "k": (k_width, steps),
+        "v": (v_width, 2 * key_heads * key // v_width),
+    }
 
     def by_row(x: Array) -> tuple[dict, dict]:
-        spec = lambda width, at: pl.BlockSpec((None, x.shape[1], width), lambda r, h: (r, 0, at + h))
+        spec = lambda width, at: pl.BlockSpec(
+            (None, x.shape[1], width), lambda r, h: (r, 0, at + h)
+        )
         return dict.fromkeys(first, x), {part: spec(*first[part]) for part in first}
 
     def taps_of(x: Array) -> tuple[dict, dict]:
@@ -198,10 +205,17 @@ def _kernel(
             head = pl.program_id(1) * (tile.heads * group) + i
             g, beta = (_lane(strengths[n], head) if n in strengths else None for n in ("g", "beta"))
             scalars = [refs[n][head] for n in ("logit_scale", "history_bias", "history_c")]
-            read = functools.reduce(jnp.add, [
-                _dot(scaled[:, j : j + KEYS], refs["state"][i, pl.ds(j, KEYS)], contract_last=False)
-                for j in range(0, key, KEYS)
-            ])
+            read = functools.reduce(
+                jnp.add,
+                [
+                    _dot(
+                        scaled[:, j : j + KEYS],
+                        refs["state"][i, pl.ds(j, KEYS)],
+                        contract_last=False,
+                    )
+                    for j in range(0, key, KEYS)
+                ],
+            )
             w, w_slot = math.block_weights(qk, read, g, beta, scalars, valid, empty, switches)
             v = mixed["v"][:, lanes(i, value)]
             if switches.block_value == "beta":

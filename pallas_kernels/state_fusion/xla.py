@@ -1,8 +1,6 @@
 """The operator batched over rows and heads; what runs on CPU, and every kernel's gradient."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,19 +57,6 @@ def state_fusion(
     out = kept + _einsum("rhgij,rjhgv->rhgiv", w, v)
     out = jnp.moveaxis(out, 3, 1).reshape(rows, n, value_heads, value)
     return out, jnp.moveaxis(share, 3, 1).reshape(rows, n, value_heads)
-
-
-def with_gradient(
-    forward: Callable[..., Any], *, key_heads: int, switches: Switches
-) -> Callable[..., Any]:
-    """`forward` of the op's arrays, differentiated as `state_fusion` of this module."""
-    here = functools.partial(state_fusion, key_heads=key_heads, switches=switches)
-    call = jax.custom_vjp(forward)
-    call.defvjp(
-        lambda *arrays: (forward(*arrays), arrays),
-        lambda arrays, cotangents: jax.vjp(here, *arrays)[1](cotangents),
-    )
-    return call
 
 
 def scale(logit_scale: Array, switches: Switches) -> Array:

@@ -15,6 +15,7 @@ from pallas_kernels.block_attention import block_attention
 from pallas_kernels.gated_delta import gated_delta
 from pallas_kernels.grouped_matmul import grouped_glu
 from pallas_kernels.state_fusion import state_fusion
+from pallas_kernels.state_fusion.specs import COSTLIEST
 
 KEYS, VALUES = (1, 9, 2, 4), (1, 9, 4, 3)  # rows, time, heads, channels
 PER_HEAD, STATE = VALUES[:-1], (1, 4, 4, 3)
@@ -22,13 +23,22 @@ f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
 i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
 
 DELTA = [f32(*s) for s in (KEYS, KEYS, VALUES, PER_HEAD, PER_HEAD, STATE)]
-FUSION = [f32(*s) for s in (KEYS, KEYS, VALUES, VALUES, PER_HEAD, (4,))]
+# ring, block, taps both ways, state, g, beta and the three scalars per head
+FUSION = [f32(1, 3, 28), f32(1, 9, 28), f32(4, 28), f32(3, 28)]
+FUSION += [f32(*STATE), *[f32(*PER_HEAD)] * 2, *[f32(4)] * 3]
 OPS = {
     "gated_delta": (functools.partial(gated_delta, chunk=8), DELTA),
     "state_fusion": (
-        lambda *args, impl: state_fusion(*args, None, jnp.ones((1, 9), bool), impl=impl),
+        lambda *args, impl: state_fusion(
+            *args,
+            jnp.ones((1, 9), bool),
+            jnp.ones(1, bool),
+            key_heads=2,
+            switches=COSTLIEST,
+            impl=impl,
+        ),
         FUSION,
-    ),
+    ),  # fmt: skip
     "block_attention": (
         lambda q, k, limit, impl: block_attention(
             q, k, k, 0, limit, None, scale=1.0, differentiable=True, impl=impl
