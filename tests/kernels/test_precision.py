@@ -38,7 +38,7 @@ OPS = {
             impl=impl,
         ),
         FUSION,
-    ),  # fmt: skip
+    ),
     "block_attention": (
         lambda q, k, limit, impl: block_attention(
             q, k, k, 0, limit, None, scale=1.0, differentiable=True, impl=impl
