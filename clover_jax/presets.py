@@ -8,6 +8,7 @@ from clover_jax.config import (
     ModelConfig,
     MoEConfig,
 )
+from clover_jax.errors import CloverError
 
 
 def qwen36_35b_a3b() -> ModelConfig:
@@ -91,6 +92,30 @@ def clover_nano() -> ModelConfig:
     )
 
 
+def clover_bench() -> ModelConfig:
+    """17.6M parameters, for comparing speed with other frameworks: random weights, never trained.
+
+    Twice as wide as nano: large enough that matmuls count, small enough for a CPU's caches.
+    """
+    return clover_nano().replace(
+        vocab_size=4096,
+        hidden_size=256,
+        delta=DeltaConfig(
+            num_key_heads=4,
+            num_value_heads=8,
+            key_head_dim=32,
+            value_head_dim=32,
+            conv_kernel=4,
+            chunk=16,
+        ),
+        **{
+            "moe.num_experts": 16,
+            "moe.intermediate": 128,
+            "moe.shared_intermediate": 128,
+        },
+    )
+
+
 def clover_tiny() -> ModelConfig:
     """The model of the tests: one of each layer kind twice, odd sizes, block 8."""
     return clover_35b_a3b().replace(
@@ -122,5 +147,17 @@ def clover_tiny() -> ModelConfig:
 
 
 PRESETS = {
-    preset.__name__: preset for preset in (clover_35b_a3b, qwen36_35b_a3b, clover_nano, clover_tiny)
+    preset.__name__: preset
+    for preset in (clover_35b_a3b, qwen36_35b_a3b, clover_nano, clover_bench, clover_tiny)
 }
+
+
+def named(name: str) -> ModelConfig:
+    """The preset of that name.
+
+    Raises:
+        CloverError: there is none.
+    """
+    if name not in PRESETS:
+        raise CloverError(f"preset is {name!r}: expected one of {', '.join(PRESETS)}")
+    return PRESETS[name]()

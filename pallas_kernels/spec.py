@@ -32,6 +32,7 @@ class Spec:
         floor: what must be moved and computed.
         naive: the formula in plain `jnp` operations, what one would write without this package;
             takes the arrays. None where `reference` is that.
+        torch: name of the function of `torch_ops.py` that computes the same, or None.
         uses: of `test` (small enough to run against the reference here), `bench` (timed here)
             and `aot` (compiled for machines that are not here).
     """
@@ -41,6 +42,7 @@ class Spec:
     inputs: Callable[[Array], tuple[Any, ...]]
     floor: Floor
     naive: Callable[..., Any] | None = None
+    torch: str | None = None
     uses: frozenset[str]
 
     def shapes(self) -> tuple[Any, ...]:

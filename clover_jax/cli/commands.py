@@ -27,6 +27,10 @@ Norms = Annotated[Literal["zero_centred", "plain"] | None, _none("{zero_centred,
 Checkpoint = Annotated[
     Path | None, arg(metavar="DIR", help_behavior_hint="(default: the model in the package)")
 ]
+ORACLE_PYTHON = Path(".venv-oracle/bin/python")
+OraclePython = Annotated[
+    Path | None, arg(metavar="FILE", help_behavior_hint=f"(default: {ORACLE_PYTHON})")
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,12 +152,21 @@ class Bench(ModelFlags):
     and coreset; medians over rounds. Without a tokenizer the prompts are random ids.
 
     Attributes:
+        preset: A named config with random float32 weights in place of a checkpoint.
         batch: Batch sizes to measure (1 and 8 by default).
         rounds: Rounds after the warm-up.
+        against: Frameworks to take turns with, on the same weights in float32 and as many threads:
+            transformers (needs --oracle-python) or llama.cpp (needs the extra `verify`).
+        oracle_python: Python that has torch and transformers.
     """
 
+    preset: Annotated[str | None, _none("NAME")] = None
     batch: Annotated[UseAppendAction[tuple[int, ...]], arg(metavar="ROWS")] = ()
     rounds: int = 7
+    against: Annotated[
+        UseAppendAction[tuple[Literal["hf", "llama.cpp"], ...]], arg(metavar="{hf,llama.cpp}")
+    ] = ()
+    oracle_python: OraclePython = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -248,9 +261,7 @@ class Verify:
     endpoint_model: Annotated[str, arg(metavar="NAME")] = "default"
     max_gap: float = 0.1
     timeout: float = 120.0
-    oracle_python: Annotated[
-        Path | None, arg(metavar="FILE", help_behavior_hint="(default: .venv-oracle/bin/python)")
-    ] = None
+    oracle_python: OraclePython = None
     golden: OptionalFile = None
     dtype: Annotated[Literal["float32", "bfloat16"], arg(metavar="{float32,bfloat16}")] = "float32"
     norms: Norms = None

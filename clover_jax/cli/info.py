@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from clover_jax import checkpoint
+from clover_jax import checkpoint, presets
 from clover_jax.cache import bytes_per_row, bytes_per_token
 from clover_jax.checkpoint.gguf_export import export_gguf
 from clover_jax.checkpoint.loading import sum_components
@@ -18,7 +18,6 @@ from clover_jax.config import ModelConfig
 from clover_jax.errors import CloverError
 from clover_jax.model.transformer import param_specs
 from clover_jax.params import named_leaves
-from clover_jax.presets import PRESETS
 
 
 def info(flags: Info) -> int:
@@ -26,9 +25,7 @@ def info(flags: Info) -> int:
     if flags.preset is not None:
         if flags.folder is not None:
             raise CloverError("a folder and --preset are both given: choose one")
-        if flags.preset not in PRESETS:
-            raise CloverError(f"preset is {flags.preset!r}: expected one of {', '.join(PRESETS)}")
-        cfg = PRESETS[flags.preset]()
+        cfg = presets.named(flags.preset)
         specs = named_leaves(param_specs(cfg))
         components = sum_components(specs, collections.defaultdict(list), cfg)
         problems, warnings = [], ()

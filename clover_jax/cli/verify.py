@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from clover_jax.cli.commands import Logits, Verify
+from clover_jax.cli.commands import ORACLE_PYTHON, Logits, Verify
 from clover_jax.cli.compiled import keep_compiled_programs
 from clover_jax.cli.session import load_with_bar, parse_token_ids
 from clover_jax.config import ModelConfig
@@ -31,7 +31,6 @@ from clover_jax.verify.preview import compare_preview, compare_training
 from clover_jax.verify.report_text import draw, endpoint_table, tables
 from clover_jax.verify.trace import Tensors, read_trace, write_trace
 
-ORACLE = ".venv-oracle/bin/python"
 MASKED_SHARE = 0.6  # of a preview's block
 
 
@@ -111,7 +110,7 @@ def _compare(flags: Verify, cfg: ModelConfig, params: Params, tell: Any) -> Repo
 
 def other_side(flags: Verify, cfg: ModelConfig) -> tuple[Tensors, dict[str, Any]]:
     """What the other implementation gives for the same tokens."""
-    python = flags.oracle_python or Path(ORACLE)
+    python = flags.oracle_python or ORACLE_PYTHON
     options = ["--dtype", cfg.dtype]
     if flags.against in ("torch-preview", "torch-training"):
         if cfg.bd_gdn is None:

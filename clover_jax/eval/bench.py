@@ -21,6 +21,7 @@ from clover_jax.cache import DecodeCache, empty_cache
 from clover_jax.diffusion.generate import Completion, Generator, Request, compiled_prefill
 from clover_jax.diffusion.sampler import Canvas, ModelPasses, blank_canvas
 from clover_jax.errors import CloverError
+from clover_jax.verify.rivals import Rival
 
 PREFILL_TOKENS = 512
 PASS_REPEATS = 5  # of a single pass per round: one is too short for the clock
@@ -84,11 +85,37 @@ class Decoding:
 
 
 @dataclasses.dataclass(frozen=True)
+class Against:
+    """Another framework on the same weights, causal, batch 1; medians over the same rounds.
+
+    Attributes:
+        name: the framework.
+        versions: what it says of itself.
+        prefill_tokens_per_s: of a prefill of `PREFILL_TOKENS`.
+        ar_tokens_per_s: of the first request's greedy answer, prefill excluded.
+        prefill_ratio: our rate over its.
+        ar_ratio: our rate over its.
+        tokens: of that answer.
+        agreeing: its tokens before the first that differs from ours.
+    """
+
+    name: str
+    versions: dict[str, str]
+    prefill_tokens_per_s: float
+    ar_tokens_per_s: float
+    prefill_ratio: float
+    ar_ratio: float
+    tokens: int
+    agreeing: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """All figures of one run.
 
     Attributes:
         decoding: by variant and batch size.
+        against: by other framework.
         pass_ms: batch size -> name of a pass -> median milliseconds.
         prefill_tokens_per_s: batch size -> tokens per second of a prefill of `PREFILL_TOKENS`.
         compilations: programs compiled after the warm-up; 0 unless something is wrong.
@@ -98,6 +125,7 @@ class Report:
     """
 
     decoding: tuple[Decoding, ...]
+    against: tuple[Against, ...]
     pass_ms: dict[int, dict[str, float]]
     prefill_tokens_per_s: dict[int, float]
     compilations: int
@@ -115,12 +143,28 @@ class _Samples:
     done: list[Completion] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass
+class _RivalSamples:
+    """What the rounds saw of another framework; the first is its warm-up."""
+
+    prefill: list[float] = dataclasses.field(default_factory=list)
+    write: list[float] = dataclasses.field(default_factory=list)
+    ids: list[int] = dataclasses.field(default_factory=list)
+
+    def measure(self, rival: Rival, prompt: Sequence[int], count: int, vocab_size: int) -> None:
+        self.prefill.append(rival.prefill(_prefill_prompt(1, vocab_size)[0].tolist()))
+        written = rival.write(prompt, count)
+        self.write.append(written.seconds)
+        self.ids = written.ids
+
+
 def bench(
     generator: Generator,
     requests: Sequence[Request],
     *,
     batches: Sequence[int],
     rounds: int,
+    rivals: Sequence[Rival] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Measure AR and block decoding of the same requests.
@@ -130,10 +174,12 @@ def bench(
         requests: what a batch is filled from, over and over.
         batches: batch sizes.
         rounds: that count; one more runs before them.
+        rivals: other frameworks with the same weights; they need a batch size of 1 to stand beside.
         progress: called with a line about what runs.
 
     Raises:
-        CloverError: a model without blocks, no request, numbers below 1, or answers of one token.
+        CloverError: a model without blocks, no request, numbers below 1, answers of one token, or
+            rivals without a batch size of 1.
     """
     if generator.cfg.bd_gdn is None:
         raise CloverError(
@@ -144,11 +190,15 @@ def bench(
             f"{len(requests)} requests, rounds {rounds}, batch sizes {list(batches)}: expected at "
             "least one request and numbers of at least 1"
         )
-    variants = [v for v in VARIANTS if v.coreset or generator.cfg.moe.coreset is not None]
+    if rivals and 1 not in batches:
+        raise CloverError(f"batch sizes {list(batches)}: other frameworks need batch size 1 too")
+    cfg = generator.cfg
+    variants = [v for v in VARIANTS if v.coreset or cfg.moe.coreset is not None]
     runners = {v: _variant(generator, v) for v in variants}
     samples = {(v, b): _Samples() for b in batches for v in variants}
     passes: dict[int, dict[str, list[float]]] = {b: {} for b in batches}
     filled = {b: [requests[i % len(requests)] for i in range(b)] for b in batches}
+    theirs: dict[str, _RivalSamples] = {rival.name: _RivalSamples() for rival in rivals}
     compiled = 0
     for r in range(rounds + 1):
         with _count_compilations() as count:
@@ -159,11 +209,16 @@ def bench(
                 progress(f"round {r}/{rounds}: batch {b}, single passes")
                 for name, ms in _time_passes(generator, filled[b]).items():
                     passes[b].setdefault(name, []).append(ms)
+            for rival in rivals:
+                progress(f"round {r}/{rounds}: {rival.name}")
+                answer = samples[variants[0], 1].done[0].token_ids
+                theirs[rival.name].measure(rival, requests[0].prompt, len(answer), cfg.vocab_size)
         compiled += count() if r else 0
     for seen in samples.values():
         del seen.first[0], seen.decode[0]
     median = lambda values: statistics.median(values[1:])
     prefill_ms = {b: median(passes[b].pop("prefill")) for b in batches}
+    prefill_rate = {b: 1e3 * b * PREFILL_TOKENS / ms for b, ms in prefill_ms.items()}
     memory, kind = _peak_memory()
     return Report(
         decoding=tuple(
@@ -171,8 +226,12 @@ def bench(
             for b in batches
             for v in variants
         ),
+        against=tuple(
+            _against(rival, theirs[rival.name], samples[variants[0], 1], prefill_rate[1])
+            for rival in rivals
+        ),
         pass_ms={b: {name: median(ms) for name, ms in passes[b].items()} for b in batches},
-        prefill_tokens_per_s={b: 1e3 * b * PREFILL_TOKENS / ms for b, ms in prefill_ms.items()},
+        prefill_tokens_per_s=prefill_rate,
         compilations=compiled,
         peak_memory=memory,
         peak_memory_of=kind,
@@ -229,13 +288,30 @@ def _summary(variant: Variant, batch: int, seen: _Samples, ar: _Samples) -> Deco
     )
 
 
+def _against(rival: Rival, seen: _RivalSamples, ar: _Samples, prefill_rate: float) -> Against:
+    """One rival's line."""
+    ours = list(ar.done[0].token_ids)
+    prefill = PREFILL_TOKENS / statistics.median(seen.prefill[1:])
+    rate = len(ours) / statistics.median(seen.write[1:])
+    differing = [a != b for a, b in zip(ours, seen.ids, strict=True)]
+    return Against(
+        name=rival.name,
+        versions=rival.versions,
+        prefill_tokens_per_s=prefill,
+        ar_tokens_per_s=rate,
+        prefill_ratio=prefill_rate / prefill,
+        ar_ratio=len(ours) / statistics.median(ar.decode) / rate,
+        tokens=len(ours),
+        agreeing=differing.index(True) if any(differing) else len(ours),
+    )
+
+
 def _time_passes(generator: Generator, requests: Sequence[Request]) -> dict[str, float]:
     """Milliseconds of each pass from the requests' prefixes, the sampler left out."""
     cfg, env, params = generator.cfg, generator.env, generator.params
     rows, block = len(requests), cfg.block_length
     capacity = PREFILL_TOKENS + block
-    key = jax.random.key(0)
-    prompt = jax.random.randint(key, (rows, PREFILL_TOKENS), 0, cfg.vocab_size, jnp.int32)
+    prompt = _prefill_prompt(rows, cfg.vocab_size)
     full = jnp.full((rows,), PREFILL_TOKENS, jnp.int32)
     empty = jax.block_until_ready(empty_cache(cfg, rows, capacity))
     began = time.perf_counter()
@@ -263,6 +339,11 @@ def _time_passes(generator: Generator, requests: Sequence[Request]) -> dict[str,
             jax.block_until_ready((cache, logits))
         out[name] = 1e3 * (time.perf_counter() - began) / PASS_REPEATS
     return out
+
+
+def _prefill_prompt(rows: int, vocab_size: int) -> jax.Array:
+    key = jax.random.key(0)
+    return jax.random.randint(key, (rows, PREFILL_TOKENS), 0, vocab_size, jnp.int32)
 
 
 def _jit(function: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,39 +16,69 @@ from clover_jax.verify.trace import Tensors
 THREADS = 2
 
 
+class LlamaContext:
+    """A GGUF file loaded for one sequence; tokens are read after those read before."""
+
+    def __init__(self, path: Path, *, capacity: int, threads: int) -> None:
+        """Flash attention is off and the KV cache float32: both defaults round to float16.
+
+        Raises:
+            CloverError: there is no wheel, or llama.cpp cannot load the file.
+        """
+        try:
+            from inferna.llama import _llama_native as native
+        except ImportError:
+            raise CloverError(
+                "llama.cpp needs the wheel inferna: install clover-jax with its extra `verify`"
+            ) from None
+        native.set_log_callback(lambda *_: None)
+        native.llama_backend_init()
+        native.ggml_backend_load_all()
+        try:
+            model = native.LlamaModel(
+                path_model=str(path), params=native.LlamaModelParams(), verbose=False
+            )
+        except ValueError as error:
+            raise CloverError(f"llama.cpp cannot load this model: {error}") from None
+        settings = native.LlamaContextParams()
+        settings.n_ctx = settings.n_batch = settings.n_ubatch = max(512, capacity)
+        settings.n_threads = settings.n_threads_batch = threads
+        settings.type_k = settings.type_v = native.GGML_TYPE_F32
+        settings.flash_attn_type = int(native.LLAMA_FLASH_ATTN_TYPE_DISABLED)
+        self._native = native
+        self._context = native.LlamaContext(model, settings, False)
+        self._length = 0
+
+    def clear(self) -> None:
+        """Forget every token."""
+        self._context.kv_cache_clear(True)
+        self._length = 0
+
+    def read(self, ids: list[int], wanted: Sequence[int]) -> np.ndarray:
+        """One pass over the ids; the causal logits after the wanted ones, [wanted, vocab].
+
+        Raises:
+            CloverError: llama.cpp cannot read the tokens.
+        """
+        batch = self._native.LlamaBatch(n_tokens=len(ids), embd=0, n_seq_max=1)
+        keep = set(wanted)
+        for i, token in enumerate(ids):
+            batch.add(token, self._length + i, [0], i in keep)
+        status = self._context.decode(batch)
+        if status:
+            raise CloverError(f"llama.cpp cannot read the {len(ids)} tokens: status {status}")
+        self._length += len(ids)
+        return np.stack([np.array(self._context.get_logits_ith(i)) for i in wanted])
+
+
 def llama_logits(path: Path, ids: list[int], first: int = 0) -> np.ndarray:
     """Causal logits of a GGUF file after each of the ids from `first` on, [positions, vocab].
 
-    Flash attention is off and the KV cache float32: both defaults round to float16.
-
     Raises:
-        CloverError: there is no wheel, or llama.cpp cannot read the file or the tokens.
+        CloverError: there is no wheel, or llama.cpp cannot load the file or read the tokens.
     """
-    try:
-        from inferna.llama import _llama_native as native
-    except ImportError:
-        raise CloverError(
-            "llama.cpp needs the wheel inferna: install clover-jax with its extra `verify`"
-        ) from None
-    native.set_log_callback(lambda *_: None)
-    native.llama_backend_init()
-    native.ggml_backend_load_all()
-    model = native.LlamaModel(
-        path_model=str(path), params=native.LlamaModelParams(), verbose=False
-    )  # fmt: skip
-    settings = native.LlamaContextParams()
-    settings.n_ctx = settings.n_batch = settings.n_ubatch = max(512, len(ids))
-    settings.n_threads = settings.n_threads_batch = THREADS
-    settings.type_k = settings.type_v = native.GGML_TYPE_F32
-    settings.flash_attn_type = int(native.LLAMA_FLASH_ATTN_TYPE_DISABLED)
-    context = native.LlamaContext(model, settings, False)
-    batch = native.LlamaBatch(n_tokens=len(ids), embd=0, n_seq_max=1)
-    for position, token in enumerate(ids):
-        batch.add(token, position, [0], position >= first)
-    status = context.decode(batch)
-    if status:
-        raise CloverError(f"llama.cpp cannot read the {len(ids)} tokens: status {status}")
-    return np.stack([np.array(context.get_logits_ith(i)) for i in range(first, len(ids))])
+    context = LlamaContext(path, capacity=len(ids), threads=THREADS)
+    return context.read(ids, range(first, len(ids)))
 
 
 def llama_trace(

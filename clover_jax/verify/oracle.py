@@ -38,11 +38,12 @@ def run_oracle(
         asked, answer = Path(scratch) / "request.safetensors", Path(scratch) / "trace.safetensors"
         save_file({name: jnp.asarray(a) for name, a in request.items()}, asked)
         command = [python, SCRIPTS / script, folder.absolute(), asked, answer, *options]
-        # The oracle's environment is its own: our paths must not leak into it.
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         try:
             ran = subprocess.run(
-                [str(word) for word in command], env=clean, capture_output=True, text=True
+                [str(word) for word in command],
+                env=oracle_environment(),
+                capture_output=True,
+                text=True,
             )
         except OSError as error:
             raise CloverError(
@@ -52,3 +53,8 @@ def run_oracle(
         if ran.returncode or not answer.exists():
             raise CloverError(f"the oracle {script} failed: {ran.stderr.strip()[-_TAIL:]}")
         return read_trace(answer)
+
+
+def oracle_environment() -> dict[str, str]:
+    """An oracle's environment is its own: our paths must not leak into it."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}

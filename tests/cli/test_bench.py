@@ -8,7 +8,7 @@ import pytest
 
 from clover_jax import checkpoint
 from clover_jax.eval import bench
-from clover_jax.presets import clover_tiny
+from clover_jax.presets import PRESETS, clover_tiny
 from tests.cli.conftest import Clover
 from tests.model.small import random_params
 
@@ -65,9 +65,30 @@ def test_autoregressive_models_are_refused(clover: Clover, tmp_path: Path):
     assert (ran.status, ran.out) == (2, "") and "autoregressive" in ran.err
 
 
+CHEAP = {"moe.coreset": None, "delta.value_head_dim": 16}  # llama.cpp wants key and value alike
+
+
+def test_a_preset_gets_random_weights_that_are_removed(clover: Clover, monkeypatch, tmp_path: Path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    arguments = ("--batch", 1, "--rounds", 1, "--max-tokens", 4, "--against", "llama.cpp")
+    monkeypatch.setitem(PRESETS, "small", lambda: clover_tiny().replace(num_layers=4, **CHEAP))
+    ran = clover("bench", "--preset", "small", *arguments, "--json")
+    if "wheel inferna" in ran.err:
+        pytest.skip("no llama.cpp here")
+    assert ran.status == 0, ran.err
+    (rival,) = json.loads(ran.out)["against"]
+    assert rival["name"] == "llama.cpp" and "inferna" in rival["versions"]
+    assert rival["agreeing"] == rival["tokens"] == 4
+    assert min(rival["prefill_ratio"], rival["ar_ratio"]) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
 REFUSALS = {
     "rounds": (("bench", "--rounds", 0), "rounds 0"),
     "batch": (("bench", "--batch", 0), "batch sizes [0]"),
+    "preset": (("bench", "--preset", "huge"), "expected one of clover_35b_a3b"),
+    "both": (("bench", "--preset", "clover_bench", "--checkpoint", "x"), "choose one"),
+    "rivals": (("bench", "--batch", 2, "--against", "llama.cpp"), "need batch size 1"),
     "no folder": (("card", "--checkpoint", "nowhere", "--out", "x"), "nowhere is not a folder"),
     "parent": (("card", "--parent", "nowhere", "--out", "x"), "nowhere is not a folder"),
     "run": (("card", "--run", "log", "--out", "x"), "NAME=DIR"),

@@ -44,7 +44,7 @@ def text_config(folder: Path) -> dict:
     return fields.get("text_config", fields)
 
 
-def load(folder: Path, dtype: torch.dtype) -> Qwen3_5MoeForCausalLM:
+def load(folder: Path, dtype: torch.dtype, experts: str = "eager") -> Qwen3_5MoeForCausalLM:
     """The causal model of a Qwen3.6 or Clover folder; Clover's own tensors are left out."""
     fields = text_config(folder)
     drop = ("architectures", "model_type", "clover", "num_shared_experts", "norm_topk_prob")
@@ -55,7 +55,7 @@ def load(folder: Path, dtype: torch.dtype) -> Qwen3_5MoeForCausalLM:
         config=config,
         dtype=dtype,
         attn_implementation="eager",
-        experts_implementation="eager",
+        experts_implementation=experts,
         output_loading_info=True,
     )
     unexpected = [
@@ -65,7 +65,24 @@ def load(folder: Path, dtype: torch.dtype) -> Qwen3_5MoeForCausalLM:
     ]
     assert not unexpected, f"not loaded: {unexpected}"
     assert not any(info.values()), info
+    _restore_decays(model, folder)
     return model.eval()
+
+
+def _restore_decays(model: Qwen3_5MoeForCausalLM, folder: Path) -> None:
+    """A_log and dt_bias as the files hold them, in float32.
+
+    Loading in bfloat16 rounds those that are float32 on disk, and dt_bias nearly cancels with what
+    it is added to: g then differs by what the loader did, not by what a framework computes.
+    """
+    for file in sorted(folder.glob("*.safetensors")):
+        with safetensors.safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                path, _, leaf = name.rpartition(".")
+                if leaf in ("A_log", "dt_bias") and not name.startswith(OTHER_PARTS):
+                    path = path.removeprefix("model.").removeprefix("language_model.")
+                    value = torch.nn.Parameter(tensors.get_tensor(name).float())
+                    setattr(model.model.get_submodule(path), leaf, value)
 
 
 def whole_pass(model: Qwen3_5MoeForCausalLM, ids: torch.Tensor, taps: bool) -> dict:

@@ -82,10 +82,10 @@ def rotary(c: Clover, positions: torch.Tensor):
 
 def qkv(c: Clover, attn, x: torch.Tensor, positions: torch.Tensor):
     """Rotated q and k, v, and the gate, of rows [time, width]."""
-    time, d = x.shape[0], attn.head_dim
-    q, gate = attn.q_proj(x).reshape(time, -1, 2 * d).chunk(2, dim=-1)
-    k = attn.k_norm(attn.k_proj(x).reshape(time, -1, d))
-    v = attn.v_proj(x).reshape(time, -1, d)
+    d = attn.head_dim
+    q, gate = attn.q_proj(x).unflatten(-1, (-1, 2 * d)).chunk(2, dim=-1)
+    k = attn.k_norm(attn.k_proj(x).unflatten(-1, (-1, d)))
+    v = attn.v_proj(x).unflatten(-1, (-1, d))
     cos, sin = rotary(c, positions)
     q, k = modeling.apply_rotary_pos_emb(attn.q_norm(q), k, cos, sin, unsqueeze_dim=1)
     return q, k, v, gate
