@@ -15,8 +15,8 @@ from pallas_kernels.state_fusion.contract import Switches
 from pallas_kernels.state_fusion.transforms import transformable
 
 LANES = 128
-KEYS = 64
 VMEM_BYTES = 16 * 2**20  # the default scoped limit of the generations that the tests compile for
+DEPTH = 64  # of one product with the state: at 128 the parts that HIGHEST splits it into spill
 STATE_BYTES = 2**19  # of one grid step: its fixed cost is about that of moving so much
 
 
@@ -177,7 +177,8 @@ def _kernel(
 ) -> None:  # fmt: skip
     """All heads of one grid step; arrays are read here, `math` computes.
 
-    Loops over heads, not unrolled code: the scheduler overlaps unrolled heads until it spills.
+    Loops over heads, not unrolled code, and the reads before the softmaxes: the scheduler overlaps
+    what it can until it spills.
     """
     _, key, value = refs["state"].shape
     exists = refs["valid"][...]
@@ -202,22 +203,22 @@ def _kernel(
         @pl.loop(0, group)
         def _(b: Array) -> None:
             i = a * group + b
+            halves = [
+                _dot(
+                    scaled[:, j : j + DEPTH], refs["state"][i, pl.ds(j, DEPTH)], contract_last=False
+                )
+                for j in range(0, key, DEPTH)
+            ]
+            out[:, lanes(i, value)] = functools.reduce(jnp.add, halves)
+
+        @pl.loop(0, group)
+        def _(b: Array) -> None:
+            i = a * group + b
             head = pl.program_id(1) * (tile.heads * group) + i
             g, beta = (_lane(strengths[n], head) if n in strengths else None for n in ("g", "beta"))
             scalars = [refs[n][head] for n in ("logit_scale", "history_bias", "history_c")]
-            read = functools.reduce(
-                jnp.add,
-                [
-                    _dot(
-                        scaled[:, j : j + KEYS],
-                        refs["state"][i, pl.ds(j, KEYS)],
-                        contract_last=False,
-                    )
-                    for j in range(0, key, KEYS)
-                ],
-            )
+            read, v = out[:, lanes(i, value)], mixed["v"][:, lanes(i, value)]
             w, w_slot = math.block_weights(qk, read, g, beta, scalars, valid, empty, switches)
-            v = mixed["v"][:, lanes(i, value)]
             if switches.block_value == "beta":
                 v = v * beta
             kept = read if switches.operator == "added" else w_slot * read

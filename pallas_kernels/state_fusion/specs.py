@@ -104,6 +104,7 @@ def _spec(
         inputs=make,
         floor=contract.floor(qkv, taps, right_taps, state, key_heads=key_heads),
         naive=functools.partial(naive, key_heads=key_heads) if switches == CLOVER else None,
+        torch="state_fusion" if switches == CLOVER else None,
         uses=frozenset(uses.split()),
     )
 
@@ -118,7 +119,7 @@ SPECS: tuple[Spec, ...] = (
     _spec("preview_35b_rows_8", "bench", rows=8, **_LARGE),
     _spec("preview_35b_costliest", "bench aot", switches=COSTLIEST, **_LARGE),
     _spec("preview_35b_float32", "aot", key_heads=16, head=128, dtype=jnp.float32),
-    _spec("preview_nano", "test bench", **_NANO),
+    _spec("preview_nano", "bench", **_NANO),
     _spec("preview_nano_rows_4", "test bench", rows=4, **_NANO),
     _spec("preview_nano_costliest", "test", rows=2, switches=COSTLIEST, **_NANO),
 )

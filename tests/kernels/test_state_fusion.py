@@ -194,7 +194,7 @@ def test_gradient_is_the_loops_finite_difference():
         assert along == pytest.approx(slope, rel=1e-4, abs=1e-4), name
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     shape=st.sampled_from(((1, 1, 2), (3, 4, 4), (2, 9, 3))),
     switches=st.sampled_from((CLOVER, COSTLIEST)),
