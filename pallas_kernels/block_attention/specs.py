@@ -99,12 +99,13 @@ def _spec(name: str, uses: str, **sizes: Any) -> Spec:
         inputs=functools.partial(inputs, shape),
         floor=floor(shape),
         naive=functools.partial(naive, scale=scale),
+        torch="block_attention",
         uses=frozenset(uses.split()),
     )
 
 
-# Small models here: clover_nano, and the 17.6M-parameter model of the comparisons with HF and
-# llama.cpp (hidden size 256), have the same attention.
+# Small models here: clover_nano and clover_bench (17.6M parameters, compared with HF and llama.cpp)
+# have the same attention.
 _SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "channel": 64, "dtype": "float32"}
 _TEST: dict[str, Any] = {"heads": 4, "kv_heads": 2, "channel": 32, "dtype": "float32"}
 
