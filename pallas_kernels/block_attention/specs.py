@@ -120,7 +120,7 @@ SPECS = (
     _spec("prefill_17m", "bench", prefix=(0,), queries=512, own=False, capacity=640, **_SMALL),
     _spec("decode_17m", "bench", prefix=(512,), queries=1, own=False, capacity=640, **_SMALL),
     _spec("preview_17m", "bench", prefix=(512,), queries=32, own=True, capacity=640, **_SMALL),
-    _spec("preview", "test", prefix=(0, 129), queries=8, own=True, capacity=256, **_TEST),
-    _spec("commit", "test", prefix=(0, 125), queries=8, own=False, capacity=256, **_TEST),
+    _spec("preview", "test", prefix=(0, 129), queries=4, own=True, capacity=256, **_TEST),
+    _spec("commit", "test", prefix=(0, 125), queries=4, own=False, capacity=256, **_TEST),
     _spec("decode", "test", prefix=(0, 127, 128), queries=1, own=False, capacity=256, **_TEST),
 )
