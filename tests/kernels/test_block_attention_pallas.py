@@ -74,6 +74,7 @@ TPU = {
     "preview": dict(limit=EDGES, own=True, heads=4, kv_heads=2),
     "bfloat16": dict(limit=EDGES, own=True, dtype="bfloat16", channel=128),
     "one query": dict(limit=[[0], [128], [200]], heads=3),
+    "less than a tile": dict(limit=[[70, 3], [0, 69]], capacity=70),
     "two blocks": dict(limit=[[3] * 8 + [11] * 8], own=True, blocks=2),
     "three KV tiles": dict(limit=[[1023], [1024], [1025], [2049], [0]], capacity=2304),
     "two query tiles": dict(limit=[[1, 2, 3, 4, 5, 6, 7, 8, 131]], heads=64),
