@@ -28,8 +28,6 @@ def check(q: Array, k: Array, v: Array, own: Any) -> None:
     heads, kv_heads, capacity = q.shape[2], k.shape[2], k.shape[3]
     if heads % kv_heads:
         raise ValueError(f"q has {heads} heads: not a multiple of k's {kv_heads} KV heads")
-    if v.shape != k.shape:
-        raise ValueError(f"v has shape {v.shape}, k has {k.shape}: they must be equal")
     if capacity > KV_TILE and capacity % KV_TILE:
         raise ValueError(f"capacity {capacity} is not a multiple of the KV tile {KV_TILE}")
     if k.dtype != q.dtype or v.dtype != q.dtype:

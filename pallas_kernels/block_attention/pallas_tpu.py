@@ -9,6 +9,7 @@ nothing but the result leaves the core.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -80,11 +81,12 @@ def choose_tiles(
 
     512 rows are 512 operations per byte of KV read, past the ridge of v5e (240) and v5p (166).
     """
-    if block is None:  # equal tiles, of whole sublanes where there are several
-        count = -(-queries * group // 512)
-        block = -(-queries // count)
-        block = block if count == 1 else -(-block // 16) * 16
-    sizes = [t for t in (1024, 512, 256, 128) if t <= max(capacity, 128)]
+    if block is None:  # about equal tiles of whole chunks
+        step = 64 // math.gcd(64, group)
+        block = -(-queries // -(-queries * group // 512))
+        block = min(queries, -(-block // step) * step)
+    # No 256: whatever the capacity, a prefix is cut into the same chunks.
+    sizes = [t for t in (1024, 512, 128) if t <= max(capacity, 128)]
     tiles = [
         Tiles(queries=block, cells=t, group=group, channel=channel, itemsize=itemsize)
         for t in sizes
@@ -146,15 +148,11 @@ def _forward(
     limit = jnp.minimum(limit, capacity)
     padded = jnp.pad(limit, ((0, 0), (0, query_tiles * tiles.queries - queries)))
     top = jnp.max(padded.reshape(rows, query_tiles, tiles.queries), axis=2)
-    # A dynamic grid: KV tiles past the longest row are no steps at all. Tiles past a row's own
-    # limit are steps that copy nothing: their index is that of the tile already there.
+    # A dynamic grid: KV tiles past the longest row are no steps at all.
     kv_tiles = jnp.maximum(pl.cdiv(jnp.max(top), tiles.cells), 1)
-    cell_tile = lambda r, i, t, top: jnp.minimum(
-        t, jnp.maximum(pl.cdiv(top[r, i], tiles.cells) - 1, 0)
-    )
     cells = pl.BlockSpec(
         (None, None, None, tiles.cells, channel),
-        lambda r, h, i, t, group, top: (group[0], r, h, cell_tile(r, i, t, top), 0),
+        lambda r, h, i, t, group, top: (group[0], r, h, tile_to_copy(t, top[r, i], tiles.cells), 0),
     )
     rows_of = pl.BlockSpec(
         (None, None, tiles.m, channel), lambda r, h, i, t, group, top: (r, h, i, 0)
@@ -198,6 +196,11 @@ def _forward(
         name="block_attention",
     )(jnp.asarray(group, jnp.int32).reshape(1), top, *operands)
     return unfold(out, queries)
+
+
+def tile_to_copy(t: Any, top: Any, cells: int) -> Any:
+    """The KV tile of step t; past a row's limit the one already there, so nothing is copied."""
+    return jnp.minimum(t, jnp.maximum(pl.cdiv(top, cells) - 1, 0))
 
 
 def _kernel(group: Any, top: Any, q: Any, limits: Any, k: Any, v: Any, *refs: Any,

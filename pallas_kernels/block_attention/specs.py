@@ -99,12 +99,13 @@ def _spec(name: str, uses: str, **sizes: Any) -> Spec:
         inputs=functools.partial(inputs, shape),
         floor=floor(shape),
         naive=functools.partial(naive, scale=scale),
+        torch="block_attention",
         uses=frozenset(uses.split()),
     )
 
 
-# Small models here: clover_nano, and the 17.6M-parameter model of the comparisons with HF and
-# llama.cpp (hidden size 256), have the same attention.
+# Small models here: clover_nano and clover_bench (17.6M parameters, compared with HF and llama.cpp)
+# have the same attention.
 _SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "channel": 64, "dtype": "float32"}
 _TEST: dict[str, Any] = {"heads": 4, "kv_heads": 2, "channel": 32, "dtype": "float32"}
 
@@ -119,7 +120,7 @@ SPECS = (
     _spec("prefill_17m", "bench", prefix=(0,), queries=512, own=False, capacity=640, **_SMALL),
     _spec("decode_17m", "bench", prefix=(512,), queries=1, own=False, capacity=640, **_SMALL),
     _spec("preview_17m", "bench", prefix=(512,), queries=32, own=True, capacity=640, **_SMALL),
-    _spec("preview", "test", prefix=(0, 129), queries=8, own=True, capacity=256, **_TEST),
-    _spec("commit", "test", prefix=(0, 125), queries=8, own=False, capacity=256, **_TEST),
+    _spec("preview", "test", prefix=(0, 129), queries=4, own=True, capacity=256, **_TEST),
+    _spec("commit", "test", prefix=(0, 125), queries=4, own=False, capacity=256, **_TEST),
     _spec("decode", "test", prefix=(0, 127, 128), queries=1, own=False, capacity=256, **_TEST),
 )

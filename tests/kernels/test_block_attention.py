@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pallas_kernels.block_attention import KV_TILE, BlockKV, block_attention
+from pallas_kernels.block_attention.specs import SPECS
 from tests.helpers.limits import assert_close
 
 GROUPS, ROWS, HEADS, KV_HEADS, CHANNEL = 2, 2, 4, 2, 6
@@ -69,6 +72,35 @@ def test_xla_is_the_dense_softmax(with_own, differentiable):
             limit = np.array(limit, np.int32)
             got = attend(q, k, v, limit, own, differentiable=differentiable)
             assert_close("op", f"{case}, sharpness {sharp}", got, dense(q, k, v, limit, own))
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if "test" in s.uses], ids=lambda s: s.name)
+def test_workloads(spec):
+    """Every way to compute a workload, the plain formula of the benchmark included."""
+    ways = lambda *a: (spec.call(*a, impl="reference"), spec.call(*a, impl="xla"), spec.naive(*a))
+    want, xla, naive = jax.jit(ways)(*spec.inputs(jax.random.key(0)))
+    assert_close("op", "xla", xla, want)
+    assert_close("op", "naive", naive, want)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    limit=st.lists(st.integers(0, 2 * KV_TILE), min_size=ROWS * QUERIES, max_size=ROWS * QUERIES),
+    valid=st.lists(st.booleans(), min_size=ROWS * QUERIES, max_size=ROWS * QUERIES),
+)
+def test_any_limits_and_any_valid_positions(limit, valid):
+    q, k, v, own = inputs(2 * KV_TILE)
+    limit = np.array(limit, np.int32).reshape(ROWS, QUERIES)
+    own = own._replace(valid=np.array(valid).reshape(own.valid.shape))
+    assert_close("op", "xla", attend(q, k, v, limit, own), dense(q, k, v, limit, own))
+
+
+def test_invalid_positions_cannot_matter():
+    q, k, v, own = inputs(2 * KV_TILE)
+    limit = np.array(LIMITS["around a tile"], np.int32)
+    keep = OWN_VALID[..., None, None]
+    spoiled = BlockKV(*(np.where(keep, a, np.float32(np.nan)) for a in own[:2]), OWN_VALID)
+    np.testing.assert_array_equal(attend(q, k, v, limit, spoiled), attend(q, k, v, limit, own))
 
 
 @pytest.mark.parametrize("with_own", (False, True), ids=("causal", "block"))
@@ -142,18 +174,51 @@ def test_gradients():
     assert not np.asarray(got[1])[1 - GROUP].any()
 
 
-def test_ragged_capacity_is_refused():
-    q, k, v, _ = inputs(2 * KV_TILE)
-    with pytest.raises(ValueError, match=f"capacity {KV_TILE + 1} is not a multiple"):
-        attend(
-            q, k[..., : KV_TILE + 1, :], v[..., : KV_TILE + 1, :], np.zeros((2, 6), np.int32), None
-        )
+def test_gradients_of_the_reference():
+    """By name; xla against the reference, which is differentiable as it stands."""
+    q, k, v, own = inputs(4)
+    q, limit = q[:, :3], np.array([[0, 1, 4], [2, 2, 0]], np.int32)
+    own = BlockKV(*(jnp.asarray(a[:, :1]) for a in own))
+    w = jnp.asarray(np.random.default_rng(1).normal(size=q.shape).astype(np.float32))
+
+    def grads(impl):
+        def loss(q, k, v, own_k, own_v):
+            out = block_attention(
+                q, k, v, GROUP, jnp.asarray(limit), BlockKV(own_k, own_v, own.valid),
+                scale=SCALE, differentiable=True, impl=impl,
+            )  # fmt: skip
+            return jnp.sum(w * out)
+
+        return jax.jit(jax.grad(loss, range(5)))(*map(jnp.asarray, (q, k, v)), own.k, own.v)
+
+    names = ("q", "k", "v", "own k", "own v")
+    for name, a, b in zip(names, grads("xla"), grads("reference"), strict=True):
+        assert_close("gradient", f"gradient of {name}", a, b)
+
+
+def test_what_does_not_fit_is_refused():
+    q, k, v, own = inputs(2 * KV_TILE)
+    ragged = (a[..., : KV_TILE + 1, :] for a in (k, v))
+    heads = (np.concatenate([a, a[:, :, :1]], axis=2) for a in (k, v))
+    limit = np.zeros((2, 6), np.int32)
+    for cells, blocks, text in (
+        (ragged, None, f"capacity {KV_TILE + 1} is not a multiple"),
+        (heads, None, "q has 4 heads: not a multiple of k's 3 KV heads"),
+        ((k, v.astype(jnp.bfloat16)), None, "q, k, v are float32, float32, bfloat16"),
+        ((k, v), BlockKV(*(a[:, :1] for a in own)), "6 queries, own has 1 blocks of 3"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            attend.__wrapped__(
+                jnp.asarray(q), *map(jnp.asarray, cells), jnp.asarray(limit),
+                blocks and BlockKV(*map(jnp.asarray, blocks)),
+            )  # fmt: skip
 
 
 def test_unknown_implementation_is_named():
     q, k, v, _ = map(jnp.asarray, (*inputs(4)[:3], 0))
     with pytest.raises(
-        ValueError, match="block_attention cannot run as 'cuda': implementations are reference, xla"
+        ValueError,
+        match="block_attention cannot run as 'cuda': implementations are reference, xla, pallas_",
     ):
         block_attention.__wrapped__(
             q, k, v, 0, jnp.zeros((2, 6), jnp.int32), None,
