@@ -42,10 +42,9 @@ class Tiles:
 
     @classmethod
     def choose(cls, time: int) -> "Tiles | None":
-        """All of a short call, else the largest of 32, 16 and 8 that divides it."""
-        if time <= 32:
-            return cls(tokens=time)
-        return next((cls(tokens=t) for t in (32, 16, 8) if time % t == 0), None)
+        """16, so that two blocks fit on a multiprocessor, or 8; else all of a call up to 32."""
+        whole = next((t for t in (16, 8) if time % t == 0), time)
+        return cls(tokens=whole) if whole <= 32 else None
 
 
 def gated_delta(
@@ -67,7 +66,7 @@ def commit_state(
 
 
 def gated_delta_unsupported(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, length: Array | None,
+    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, length: Any,
     *, chunk: int,
 ) -> str | None:  # fmt: skip
     """Why this call cannot be served, or None."""
@@ -75,7 +74,7 @@ def gated_delta_unsupported(
 
 
 def commit_state_unsupported(
-    k: Array, v: Array, g: Array, beta: Array, state: Array, count: Array | None, *, chunk: int
+    k: Any, v: Any, g: Any, beta: Any, state: Any, count: Any, *, chunk: int
 ) -> str | None:
     """Why this call cannot be served, or None."""
     del chunk

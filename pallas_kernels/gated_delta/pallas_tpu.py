@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
 from pallas_kernels.compat import pl, pltpu
@@ -53,7 +52,7 @@ class Tiles:
             )
 
     @classmethod
-    def choose(cls, k: Array, chunk: int) -> "Tiles":
+    def choose(cls, k: Any, chunk: int) -> "Tiles":
         """For these keys: the caller's chunk, or all of a shorter call; as few heads as tile."""
         time, heads = k.shape[1:3]
         return cls(
@@ -85,10 +84,10 @@ def gated_delta_trace(
         split = functools.partial(xla.split_time, chunk=tiles.chunk)
         return out, state, (before, split(k), v_new, split(g))
 
-    def formula(*args: Array) -> Any:  # chunks as the kernel cuts them: they are in the result
+    def formula(*args: Any) -> Any:  # chunks as the kernel cuts them: they are in the result
         padded = [xla.split_time(x, tiles.chunk) for x in args[:5]]
         padded = [x.reshape(x.shape[0], -1, *x.shape[3:]) for x in padded]
-        out, *rest = xla.gated_delta_trace(*padded, *args[5:], chunk=tiles.chunk)  # pyright: ignore
+        out, *rest = xla.gated_delta_trace(*padded, *args[5:], chunk=tiles.chunk)
         return out[:, : args[0].shape[1]], *rest
 
     return with_gradient_of(formula, run)(q, k, v, g, beta, state, length)
@@ -104,7 +103,7 @@ def commit_state(
 
 
 def gated_delta_unsupported(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, length: Array | None,
+    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, length: Any,
     *, chunk: int,
 ) -> str | None:  # fmt: skip
     """Why this call cannot be served, or None."""
@@ -115,7 +114,7 @@ gated_delta_trace_unsupported = gated_delta_unsupported
 
 
 def commit_state_unsupported(
-    k: Array, v: Array, g: Array, beta: Array, state: Array, count: Array | None, *, chunk: int
+    k: Any, v: Any, g: Any, beta: Any, state: Any, count: Any, *, chunk: int
 ) -> str | None:
     """Why this call cannot be served, or None."""
     key, value = state.shape[2:]
@@ -140,8 +139,8 @@ def commit_state_unsupported(
 def _run(
     q: Array | None, k: Array, v: Array, g: Array, beta: Array, state: Array, length: Array | None,
     *, tiles: Tiles, trace: bool,
-) -> list[Array]:  # fmt: skip
-    """[read-outs if there are queries], last state, [states before chunks, V' if `trace`]."""
+) -> tuple[Array, ...]:  # fmt: skip
+    """(read-outs if there are queries), last state, (states before chunks, V' if `trace`)."""
     rows, time, key_heads, key = k.shape
     heads, value = v.shape[2:]
     group, chunk = heads // key_heads, tiles.chunk
@@ -196,18 +195,20 @@ def _run(
         name="gated_delta_commit" if q is None else "gated_delta",
     )(length, *(x for x, _ in inputs))
     *rest, last_one = results
-    return [*rest, xla.split_time(last_one, chunk) if trace else last_one]
+    return *rest, xla.split_time(last_one, chunk) if trace else last_one
 
 
 class _Scratch(NamedTuple):
-    """VMEM of a grid step. A value that lives across a loop would spill, so none does."""
+    """VMEM of a grid step: what lives across its loops, as registers would spill."""
 
     numbers: Any  # [2, chunk, chunk]
-    kq: Any  # [reads * chunk, key]: keys of a key head, and below them its queries
-    alike: Any  # [reads * chunk, chunk]: kq k^T
+    valid: Any  # [chunk, 1]: 1 before the length
+    kq: Any  # [reads, chunk, key]: keys of a key head, and its queries
+    alike: Any  # [reads, chunk, chunk]: kq k^T
+    read: Any  # [group, reads, chunk, value]: kq S
     goal: Any  # [group, chunk, value]: beta (v - e^c (k S)), then V'
     a: Any  # [group, chunk, chunk]
-    scores: Any  # [group, chunk, chunk]: (q k^T) o D
+    decay: Any  # [group, chunk, chunk]: D
     k_end: Any  # [group, chunk, key]: e^{c_C - c} k
 
     @classmethod
@@ -215,11 +216,13 @@ class _Scratch(NamedTuple):
         vmem = lambda *shape: pltpu.VMEM(shape, jnp.float32)
         return cls(
             numbers=pltpu.VMEM((2, chunk, chunk), jnp.int32),
-            kq=vmem(reads * chunk, key),
-            alike=vmem(reads * chunk, chunk),
+            valid=vmem(chunk, 1),
+            kq=vmem(reads, chunk, key),
+            alike=vmem(reads, chunk, chunk),
+            read=vmem(group, reads, chunk, value),
             goal=vmem(group, chunk, value),
             a=vmem(group, chunk, chunk),
-            scores=vmem(group, chunk, chunk),
+            decay=vmem(group, chunk, chunk),
             k_end=vmem(group, chunk, key),
         )
 
@@ -262,42 +265,53 @@ def _chunk(
     scratch: _Scratch, left: Any,
 ) -> None:  # fmt: skip
     """The heads of a step one after the other, in loops short enough to stay in registers."""
-    chunk, key_heads, _ = k_ref.shape
-    group, at, kq, alike = v_ref.shape[1] // key_heads, scratch.numbers, scratch.kq, scratch.alike
+    key_heads, at, kq, alike = k_ref.shape[1], scratch.numbers, scratch.kq, scratch.alike
+    group = v_ref.shape[1] // key_heads
 
     def keep(ref: Any, head: Any) -> Array:
         # Past the length may stand anything, and past the array's end anything does.
-        valid = lax.broadcasted_iota(jnp.int32, (chunk, 1), 0) < left
-        return jnp.where(valid, ref[:, head], 0.0)
+        return jnp.where(scratch.valid[...] > 0, ref[:, head], 0.0)
+
+    scratch.valid[...] = (at[0, :, :1] < left).astype(jnp.float32)
 
     @pl.loop(0, key_heads)
     def _(key_head: Any) -> None:
-        kq[:chunk] = keep(k_ref, key_head)
-        alike[:chunk] = dot(kq[:chunk], kq[:chunk], contract=(1, 1))
+        kq[0] = keep(k_ref, key_head)
         if q_ref is not None:
-            kq[chunk:] = keep(q_ref, key_head)
-            alike[chunk:] = dot(kq[chunk:], kq[:chunk], contract=(1, 1))
+            kq[1] = keep(q_ref, key_head)
+
+        @pl.loop(0, kq.shape[0])
+        def _(which: Any) -> None:
+            alike[which] = dot(kq[which], kq[0], contract=(1, 1))
+
         g_of = lambda head: gate_ref[0, pl.ds(head, 1)]
         beta_of = lambda head: gate_ref[1, pl.ds(head, 1)]
 
         @pl.loop(0, group)
         def _(member: Any) -> None:
-            head = key_head * group + member
-            read = dot(kq[...], state_ref[head])
-            error = keep(v_ref, head) - decay_from_start(g_of(head), at) * read[:chunk]
-            scratch.goal[member] = as_column(beta_of(head), at) * error
-            scratch.k_end[member] = decay_to_end(g_of(head), at) * kq[:chunk]
-            if out_ref is not None:
-                out_ref[:, head] = decay_from_start(g_of(head), at) * read[chunk:]
+            @pl.loop(0, kq.shape[0])
+            def _(which: Any) -> None:
+                scratch.read[member, which] = dot(kq[which], state_ref[key_head * group + member])
 
         @pl.loop(0, group)
         def _(member: Any) -> None:
             head = key_head * group + member
-            decay = decay_between(g_of(head), at)
-            a = as_column(beta_of(head), at) * alike[:chunk] * decay
-            scratch.a[member] = strict_lower(a, at)
+            read = scratch.read.at[member]
+            error = keep(v_ref, head) - decay_from_start(g_of(head), at) * read[0]
+            scratch.goal[member] = as_column(beta_of(head), at) * error
+            scratch.k_end[member] = decay_to_end(g_of(head), at) * kq[0]
             if out_ref is not None:
-                scratch.scores[member] = alike[chunk:] * decay
+                out_ref[:, head] = decay_from_start(g_of(head), at) * read[1]
+
+        @pl.loop(0, group)
+        def _(member: Any) -> None:
+            scratch.decay[member] = decay_between(g_of(key_head * group + member), at)
+
+        @pl.loop(0, group)
+        def _(member: Any) -> None:
+            beta = as_column(beta_of(key_head * group + member), at)
+            a = beta * alike[0] * scratch.decay[member]
+            scratch.a[member] = strict_lower(a, at)
 
         @pl.loop(0, group)
         def _(member: Any) -> None:
@@ -305,7 +319,8 @@ def _chunk(
             v_new, inverse = scratch.goal, inverse_unit_lower(scratch.a.at[member], at)
             v_new[member] = dot(inverse, scratch.goal[member])
             if out_ref is not None:
-                out_ref[:, head] += dot(scratch.scores[member], v_new[member])
+                scores = alike[1] * scratch.decay[member]
+                out_ref[:, head] += dot(scores, v_new[member])
             if new_ref is not None:
                 new_ref[:, head] = v_new[member]
             whole = jnp.exp(jnp.sum(g_of(head), axis=1, keepdims=True))

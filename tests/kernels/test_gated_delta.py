@@ -262,7 +262,7 @@ def test_a_commit_of_a_part_is_the_pass_over_that_part(count):
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if "test" in s.uses], ids=lambda s: s.name)
 def test_specs(spec):
-    arrays = spec.inputs(jax.random.key(1))
+    arrays = jax.jit(spec.inputs, compiler_options=QUICK)(jax.random.key(1))
     run = lambda impl: jax.jit(functools.partial(spec.call, impl=impl), compiler_options=QUICK)
     got, want = (jax.tree.leaves(run(impl)(*arrays)) for impl in ("xla", "reference"))
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
