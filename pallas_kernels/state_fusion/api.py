@@ -11,8 +11,9 @@ For positions t = 0 .. n-1 of a block and value head h, whose key head is h // g
 `in` is the ring followed by the block; nothing follows the block. S is the clean state of the
 prefix, read and never written. What stands at a position that is not valid is nobody's input: its
 channels, g and beta are read as 0, and it is no key. Everything is float32 inside; conv inputs and
-taps may be bfloat16 and are converted first. Source: shared/reference/clover.md A and B;
-`contract.Switches` lists the readings of what it leaves open.
+taps may be bfloat16 and are converted first. The release names
+the parts (right taps, softmax, history slot); `contract.Switches` lists the readings of what it
+leaves open.
 """
 
 from jaxtyping import Array, Bool, Float, Float32
