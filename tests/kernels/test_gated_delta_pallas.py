@@ -107,7 +107,7 @@ def test_tpu_kernel_on_whole_tiles_of_heads_and_a_long_chunk():
     check("tpu", args, [9], chunk=64)
 
 
-# Above 32 positions tokens come in tiles of 8 to 32, two in flight.
+# Tokens come in tiles of 16 or 8 where these divide, two in flight; else all at once, up to 32.
 @pytest.mark.parametrize(
     ("time", "length"), ((1, [1]), (31, [31]), (32, [32]), (40, [40]), (40, [9, 0]))
 )
