@@ -52,6 +52,7 @@ def _read(name: str, rows: int, time: int, model: str, *uses: str) -> Spec:
         call=functools.partial(gated_delta, chunk=_SHAPES[model][-1]),
         inputs=functools.partial(_inputs, rows=rows, time=time, model=model),
         floor=_floor(rows, time, model, reads=2),
+        torch="gated_delta",
         uses=frozenset(uses),
     )
 

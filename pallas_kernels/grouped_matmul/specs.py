@@ -70,6 +70,7 @@ def _spec(
             flops=6 * rows * k * width * hidden,
         ),
         naive=naive,
+        torch="expert_glu",
         uses=frozenset(uses),
     )
 
