@@ -58,12 +58,16 @@ class Tiles:
 
     @property
     def chunk_m(self) -> int:
-        """Rows whose logits are in registers at once: 64 x 512 of them fill half of the file."""
-        return next((c for c in (64, 32, 16, 8) if self.m % c == 0), self.m)
+        """Rows whose logits are in registers at once: 64 x 512 of them fill half of the file.
+
+        A float32 matmul keeps its operands in three bfloat16 parts: v6e spills at 16 rows of it.
+        """
+        sizes = (64, 32, 16, 8) if self.itemsize == 2 else (8,)
+        return next((c for c in sizes if self.m % c == 0), self.m)
 
     @property
     def chunk_t(self) -> int:
-        """Cells of such a chunk; a float32 matmul keeps its operands in three bfloat16 parts."""
+        """Cells of such a chunk."""
         return min(self.cells, 512 if self.itemsize == 2 else 128)
 
     @property

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pallas_kernels.block_attention import KV_TILE, BlockKV, block_attention
 from pallas_kernels.block_attention.specs import SPECS
 from tests.helpers.limits import assert_close
+from tests.model.small import QUICK
 
 GROUPS, ROWS, HEADS, KV_HEADS, CHANNEL = 2, 2, 4, 2, 6
 BLOCKS, BLOCK = 2, 3
@@ -78,7 +79,7 @@ def test_xla_is_the_dense_softmax(with_own, differentiable):
 def test_workloads(spec):
     """Every way to compute a workload, the plain formula of the benchmark included."""
     ways = lambda *a: (spec.call(*a, impl="reference"), spec.call(*a, impl="xla"), spec.naive(*a))
-    want, xla, naive = jax.jit(ways)(*spec.inputs(jax.random.key(0)))
+    want, xla, naive = jax.jit(ways, compiler_options=QUICK)(*spec.inputs(jax.random.key(0)))
     assert_close("op", "xla", xla, want)
     assert_close("op", "naive", naive, want)
 
@@ -189,7 +190,9 @@ def test_gradients_of_the_reference():
             )  # fmt: skip
             return jnp.sum(w * out)
 
-        return jax.jit(jax.grad(loss, range(5)))(*map(jnp.asarray, (q, k, v)), own.k, own.v)
+        return jax.jit(jax.grad(loss, range(5)), compiler_options=QUICK)(
+            *map(jnp.asarray, (q, k, v)), own.k, own.v
+        )
 
     names = ("q", "k", "v", "own k", "own v")
     for name, a, b in zip(names, grads("xla"), grads("reference"), strict=True):

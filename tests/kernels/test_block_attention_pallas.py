@@ -16,6 +16,7 @@ from pallas_kernels.block_attention.contract import AXES, OUT_AXES
 from pallas_kernels.block_attention.specs import SPECS
 from pallas_kernels.compat import MACHINES, interpreted, target
 from tests.helpers.limits import assert_close
+from tests.model.small import QUICK
 
 GROUP, SCALE = 1, 0.3
 LOWERED = [s for s in SPECS if s.name in ("preview_35b_131k", "prefill_35b_512", "decode_35b_4k")]
@@ -48,15 +49,13 @@ def inputs(
 call = functools.partial(block_attention, scale=SCALE, differentiable=False)
 
 
-@functools.cache
-def compiled(impl):
-    return jax.jit(functools.partial(call, impl=impl))
+quick = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def run(where, args, *, detect_races=False):
     """In that machine's interpreter."""
     with interpreted(where, detect_races=detect_races):
-        return jax.jit(functools.partial(call, impl=f"pallas_{where}"))(*args)
+        return quick(functools.partial(call, impl=f"pallas_{where}"))(*args)
 
 
 def check(name, got, args):
@@ -146,7 +145,7 @@ def test_gradients_are_those_of_xla(where):
         return jnp.sum(jnp.sin(jnp.arange(out.size, dtype=jnp.float32)).astype(dtype) * out.ravel())
 
     floats = (q, k, v, own.k, own.v)
-    grads = lambda impl: jax.jit(jax.grad(functools.partial(loss, impl=impl), range(5)))(*floats)
+    grads = lambda impl: quick(jax.grad(functools.partial(loss, impl=impl), range(5)))(*floats)
     want = grads("xla")
     with interpreted(where):
         got = grads(f"pallas_{where}")
@@ -222,8 +221,8 @@ def test_sharded_is_unsharded(impl):
     )
     want = call(*args, impl="reference")
     if impl == "xla":
-        got = jax.jit(split)(*args)
+        got = quick(split)(*args)
     else:
         with interpreted("tpu"):
-            got = jax.jit(split)(*args)
+            got = quick(split)(*args)
     assert_close("op", impl, got, want)
