@@ -56,6 +56,8 @@ class ModelFlags:
         no_thinking: Answer without thinking.
         mode: Denoise blocks, or take one token at a time from the causal model.
         rows: How the rows of a batch run: one fixed program per row, or all at once.
+        prefill_chunk: Prompt tokens per pass: more is faster on long prompts, and every prompt is
+            filled up to whole chunks.
         fuse_commit: Commit a block and preview the next one in one pass over the weights.
         coreset: Share an expert subset among the positions of a block.
         json: One JSON object per answer.
@@ -79,6 +81,7 @@ class ModelFlags:
     no_thinking: Switch = False
     mode: Literal["block", "ar"] = "block"
     rows: Literal["batched", "mapped"] = "batched"
+    prefill_chunk: int = 64
     fuse_commit: Switch = False
     coreset: bool = True
     json: Switch = False

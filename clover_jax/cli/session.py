@@ -89,6 +89,8 @@ def open_session(flags: ModelFlags) -> Session:
     """
     if flags.thinking and flags.no_thinking:
         raise CloverError("--thinking and --no-thinking are both given: choose one")
+    if flags.prefill_chunk < 1:
+        raise CloverError(f"--prefill-chunk is {flags.prefill_chunk}: expected at least 1")
     StopStrings(flags.stop)  # refuses empty ones
     folder = flags.checkpoint or packaged_model()
     if not folder.is_dir():
@@ -117,6 +119,7 @@ def open_session(flags: ModelFlags) -> Session:
             params,
             tokenizer=tokenizer,
             env=Env(rows=flags.rows),
+            prefill_chunk=flags.prefill_chunk,
             fuse_commit=flags.fuse_commit,
         ),
         sampling=sampling,

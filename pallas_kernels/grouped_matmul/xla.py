@@ -16,7 +16,9 @@ from jaxtyping import Array
 from pallas_kernels.grouped_matmul.layout import RunTiles, through_tiles
 from pallas_kernels.grouped_matmul.math import glu
 
-UNROLL = 32  # weight rows of one step of `_by_rows`
+# Single rows whose experts are fetched together on CPU. XLA copies what it slices before a matmul
+# there; one copy of all of them, and one batched product, run on all cores, a loop's on one.
+FETCHED = 32
 
 
 def expert_glu(
@@ -30,10 +32,19 @@ def expert_glu(
 def glu_tiles(x: Array, w_in: Array, w_out: Array, tile_expert: Array, used: Array) -> Array:
     """Tiles [tiles, tile, width] through the MLP of their expert; 0 beyond the first `used`."""
 
+    arrays = (x, w_in, w_out, tile_expert, used)
+    if x.shape[1] == 1 and x.shape[0] <= FETCHED:
+        return lax.platform_dependent(*arrays, cpu=_batched, default=_one_by_one)
+    return _one_by_one(*arrays)
+
+
+def _one_by_one(x: Array, w_in: Array, w_out: Array, tile_expert: Array, used: Array) -> Array:
+    """A loop over the used tiles."""
+
     def step(t: Array, out: Array) -> Array:
         e = _at(tile_expert, t)
-        h = glu(_matmul(_at(x, t), w_in, e))
-        return lax.dynamic_update_index_in_dim(out, _matmul(h, w_out, e), t, 0)
+        h = glu(jnp.matmul(_at(x, t), _at(w_in, e)))
+        return lax.dynamic_update_index_in_dim(out, jnp.matmul(h, _at(w_out, e)), t, 0)
 
     return lax.fori_loop(0, used, step, jnp.zeros(x.shape, x.dtype))
 
@@ -41,36 +52,6 @@ def glu_tiles(x: Array, w_in: Array, w_out: Array, tile_expert: Array, used: Arr
 def _at(a: Array, i: Array) -> Array:
     # A plain slice: indexing with `a[i]` is a gather to XLA, which copies the array in a loop.
     return lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
-
-
-def _matmul(x: Array, w: Array, e: Array) -> Array:
-    """x @ w[e]."""
-    whole = lambda x, w, e: jnp.matmul(x, _at(w, e))
-    if x.shape[0] > 1:
-        return whole(x, w, e)
-    return lax.platform_dependent(x, w, e, cpu=_by_rows, default=whole)
-
-
-def _by_rows(x: Array, w: Array, e: Array) -> Array:
-    """x [1, in] @ w[e] in one pass over w[e].
-
-    XLA on CPU has no matmul that reads through a dynamic slice: it copies the slice first (jax
-    0.11), which costs a single row more than the product. Slices that are summed element by element
-    are fused instead. Each step adds up by itself, which also keeps float32 rounding small.
-    """
-    depth, width = w.shape[1:]
-    steps = next(s for s in range(-(-depth // UNROLL), depth + 1) if depth % s == 0)
-    at_once = depth // steps
-
-    def step(s: Array, total: Array) -> Array:
-        rows = [s * at_once + i for i in range(at_once)]
-        product = lambda i: (
-            lax.dynamic_slice(x, (0, i), (1, 1)).astype(jnp.float32)
-            * lax.dynamic_slice(w, (e, i, 0), (1, 1, width))[0].astype(jnp.float32)
-        )
-        return total + sum(map(product, rows[1:]), start=product(rows[0]))
-
-    return lax.fori_loop(0, steps, step, jnp.zeros((1, width), jnp.float32)).astype(x.dtype)
 
 
 def _batched(x: Array, w_in: Array, w_out: Array, tile_expert: Array, used: Array) -> Array:

@@ -193,13 +193,14 @@ def test_rows_do_not_see_each_other(tile):
     assert_close("op", "mapped", everyone, want)
 
 
-def test_one_row_on_cpu_copies_no_expert():
-    """XLA's matmul would copy a dynamic slice before it reads it: more work than one row's."""
+def test_one_row_fetches_its_own_experts_only():
+    """The batched form of few rows must not turn into one of all experts."""
     (spec,) = [s for s in SPECS if s.name == "decode_17m"]
     shapes = spec.shapes()
     program = jax.jit(functools.partial(spec.call, impl="xla")).lower(*shapes).compile()
     temp = program.memory_analysis().temp_size_in_bytes
-    assert temp < 4 * np.prod(shapes[5].shape[1:]), "an expert's down projection fits in temp"
+    k, per_expert = shapes[1].shape[1], sum(4 * np.prod(w.shape[1:]) for w in shapes[4:])
+    assert temp < 1.1 * k * per_expert
 
 
 # Kernels, interpreted: (rows, tile) around a whole tile of 8 and 16 rows.
