@@ -10,6 +10,7 @@ from clover_jax import checkpoint
 from clover_jax.eval import bench
 from clover_jax.presets import PRESETS, clover_tiny
 from tests.cli.conftest import Clover
+from tests.helpers.compilation import unoptimised
 from tests.model.small import random_params
 
 
@@ -19,9 +20,8 @@ def quick_compilation():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "VARIANTS", bench.VARIANTS[:2])
         patch.setattr(bench, "PREFILL_TOKENS", 64)
-        jax.config.update("jax_disable_most_optimizations", True)
-        yield
-        jax.config.update("jax_disable_most_optimizations", False)
+        with unoptimised():
+            yield
 
 
 def test_figures_agree(model: Path, clover: Clover):

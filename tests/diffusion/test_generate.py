@@ -20,6 +20,7 @@ from clover_jax.env import Env
 from clover_jax.errors import CloverError
 from clover_jax.params import path_name
 from clover_jax.presets import clover_tiny
+from tests.helpers.compilation import unoptimised
 from tests.helpers.limits import TOP1_MARGIN, assert_close
 from tests.helpers.scripted import Ids, denoise_block_numpy
 from tests.model.small import assert_same_bits, jitted, random_params
@@ -37,9 +38,8 @@ CORPUS = ["the own fox ran over the hill and the other fox", "žluťoučký ků�
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation():
     """Compiling is what these tests cost; what they check does not need fast programs."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    with unoptimised():
+        yield
 
 
 @pytest.fixture(scope="module")

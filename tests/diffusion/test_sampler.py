@@ -12,6 +12,7 @@ import pytest
 from clover_jax.diffusion import sampler
 from clover_jax.diffusion.sampler import Loop, Rules
 from clover_jax.diffusion.sampling_config import RampConfig, SamplerConfig, sampler_params
+from tests.helpers.compilation import unoptimised
 from tests.helpers.scripted import Ids, generate_numpy, gumbel_noise, script
 from tests.helpers.scripted_passes import Script, ScriptedPasses, scripted_cache
 
@@ -27,10 +28,8 @@ AT_ONCE, ONE_BY_ONE = SamplerConfig(threshold=0.0), SamplerConfig(threshold=1.1)
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation():
     """Compiling is what these tests cost; what they check does not need fast programs."""
-    with pytest.MonkeyPatch.context():
-        jax.config.update("jax_disable_most_optimizations", True)
+    with unoptimised():
         yield
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

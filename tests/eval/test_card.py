@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import jax
 import pytest
 
 from clover_jax.config import canonical_json
@@ -12,6 +11,7 @@ from clover_jax.errors import CloverError
 from clover_jax.eval import card, card_report
 from clover_jax.eval.card import Arm, CardConfig
 from tests.cli.conftest import model
+from tests.helpers.compilation import unoptimised
 
 __all__ = ["model"]  # a fixture
 SIZES = CardConfig(n=2, frontier_n=1, replay_n=2, split="val", batch=2)
@@ -21,9 +21,8 @@ ARMS = (Arm("AR parent", "parent", "ar"), Arm("AR mode", "model", "ar"),
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    with unoptimised():
+        yield
 
 
 @pytest.fixture(autouse=True)

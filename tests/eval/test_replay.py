@@ -3,7 +3,6 @@
 import functools
 import itertools
 
-import jax
 import numpy as np
 import pytest
 
@@ -14,6 +13,7 @@ from clover_jax.env import Env
 from clover_jax.errors import CloverError
 from clover_jax.eval.replay import Block, reference_blocks, replay
 from tests.diffusion.test_generate import BLOCK, CFG, params, tokenizer
+from tests.helpers.compilation import unoptimised
 
 __all__ = ["tokenizer"]  # a fixture
 THRESHOLD = 0.05
@@ -21,9 +21,8 @@ THRESHOLD = 0.05
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    with unoptimised():
+        yield
 
 
 @functools.cache

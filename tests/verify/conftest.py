@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-import jax
 import pytest
 
 from clover_jax.cli import verify
+from tests.helpers.compilation import unoptimised
 
 
 @pytest.fixture(autouse=True)
@@ -16,6 +16,5 @@ def no_cache_folder(monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture(autouse=True, scope="package")
 def quick_compilation() -> Iterator[None]:
     """Programs run once or twice here: compiling them is what takes the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    with unoptimised():
+        yield
