@@ -33,7 +33,7 @@ def state_fusion(
 
     scaled = q if switches.history_query == "unit" else q * jnp.float32(key**-0.5)
     # As batches of one head each: an einsum over the group would first copy the state to [key,
-    # group, value] on CPU, which is twice the time (1 row, 16 heads of 128); q is small.
+    # group, value] on CPU; q is small.
     per_head = jnp.moveaxis(scaled, 2, 1)[:, :, None]
     per_head = jnp.broadcast_to(per_head, (rows, key_heads, group, n, key))
     by_head = state.reshape(rows, key_heads, group, key, value)
