@@ -205,6 +205,8 @@ def main() -> None:
         figures = list(_compiled(arguments))
     except RuntimeError as error:
         sys.exit(f"error: {error}")
+    if not figures:
+        sys.exit(f"error: no spec to compile is called {', '.join(arguments.spec)}")
     if arguments.json:
         print("\n".join(json.dumps(dataclasses.asdict(f)) for f in figures))
     else:

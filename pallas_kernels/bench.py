@@ -102,9 +102,15 @@ class _Torch:
     def __init__(self, python: Path, folder: Path) -> None:
         script = Path(__file__).with_name("torch_ops.py")
         self._folder = folder
-        self._process = subprocess.Popen(
-            [str(python), str(script)], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        try:
+            self._process = subprocess.Popen(
+                [str(python), str(script)], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+        except OSError as error:
+            raise RuntimeError(
+                f"--torch-python {python} cannot be run: {error.strerror}; it needs torch and "
+                "transformers"
+            ) from None
         self.version: str = self._answer()["torch"]
 
     def timed(self, function: str, arrays: tuple[Any, ...], ours: Any) -> Timed:

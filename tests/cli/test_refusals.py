@@ -49,6 +49,7 @@ GENERATE = [
     ("hi --threshold -0.1", "threshold is -0.1"),
     ("hi --threshold nan", "threshold is nan"),
     ("hi --threshold high", "--threshold"),
+    ("hi --prefill-chunk 0", "--prefill-chunk is 0"),
     ("hi --temperature -1", "temperature is -1"),
     ("hi --temperature inf", "temperature is inf"),
     ("hi --top-k -1", "top_k is -1"),
