@@ -9,7 +9,6 @@ bundles is a static schedule, `optimal_us` is its estimate from our own cost, an
 
 import argparse
 import dataclasses
-import importlib
 import json
 import os
 import re
@@ -20,11 +19,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-OPS = ("block_attention", "gated_delta", "grouped_matmul", "state_fusion")
+from pallas_kernels.spec import OPS, specs
+
 SMEM_LIMIT = 227 * 1024  # bytes of shared memory that one Hopper block may use
 
-# The compilers read these once, when they start: hence a process for each compilation.
-_ENVIRONMENT = {
+# What the compilers read once, when they start: hence a process for each compilation.
+ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -79,7 +79,7 @@ def compile_spec(op: str, spec: str, machine: str) -> Figures:
         (dump / "gpu").mkdir()
         environment = {
             **os.environ,
-            **_ENVIRONMENT,
+            **ENVIRONMENT,
             "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump / 'tpu'} --xla_jf_dump_llo_text=true",
             "MOSAIC_GPU_DUMP_TO": str(dump / "gpu"),
         }
@@ -155,11 +155,6 @@ def _gpu_figures(dump: Path) -> dict[str, Any]:
         "registers": max(numbers(r"Used (\d+) registers", log)),
         "on_chip_bytes": max(numbers(r"smem_scratch_bytes=(\d+)", resources)),
     }
-
-
-def specs(op: str) -> tuple[Any, ...]:
-    """The specs of an op."""
-    return importlib.import_module(f"pallas_kernels.{op}.specs").SPECS
 
 
 def table(figures: list[Figures]) -> str:

@@ -12,13 +12,13 @@ that nothing could be saved. `--device` adds the Pallas kernels of the accelerat
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.aot import OPS, specs
-from pallas_kernels.spec import Spec
+from pallas_kernels.spec import OPS, Spec, specs
+from pallas_kernels.worker import Worker, running
 
 ROUNDS = 9
 ROUND_SECONDS = 0.03  # of one contender: below that the clock and the scheduler show
@@ -96,70 +96,35 @@ def _jax_timed(function: Callable[..., Any], arrays: tuple[Any, ...]) -> Timed:
     return run
 
 
-class _Torch:
-    """`torch_ops.py` under a Python of its own, one spec at a time."""
+def _torch_timed(worker: Worker, folder: Path, spec: Spec, arrays: tuple[Any, ...]) -> Timed:
+    """The spec's twin in `torch_ops.py`, on the same arrays; numpy has no bfloat16.
 
-    def __init__(self, python: Path, folder: Path) -> None:
-        script = Path(__file__).with_name("torch_ops.py")
-        self._folder = folder
-        try:
-            self._process = subprocess.Popen(
-                [str(python), str(script)], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
-        except OSError as error:
-            raise RuntimeError(
-                f"--torch-python {python} cannot be run: {error.strerror}; it needs torch and "
-                "transformers"
-            ) from None
-        self.version: str = self._answer()["torch"]
-
-    def timed(self, function: str, arrays: tuple[Any, ...], ours: Any) -> Timed:
-        """Hands the arrays over, bfloat16 as float32 with its name.
-
-        Raises:
-            RuntimeError: what comes back is not our result: then it is no rival.
-        """
-        leaves = jax.tree.leaves(arrays)
-        wide = lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a
-        np.savez(self._folder / "arrays.npz", *(np.asarray(wide(a)) for a in leaves))
-        kinds = [str(a.dtype) for a in leaves]
-        asked, told = (str(self._folder / name) for name in ("arrays.npz", "out.npy"))
-        self._ask({"function": function, "arrays": asked, "dtypes": kinds, "out": told})
-        want, got = np.asarray(wide(jax.tree.leaves(ours)[0])), np.load(told)
-        apart = np.linalg.norm(got - want) / np.linalg.norm(want)
-        if not apart < SAME:
-            raise RuntimeError(f"torch's {function} is {apart:.1e} away from ours: {SAME} allowed")
-        return lambda repeats: self._ask({"repeats": repeats})["seconds"]
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        self._process.wait()
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"torch_ops.py ended with {self._process.wait()}, see above")
-        return json.loads(line)
+    Raises:
+        RuntimeError: what comes back is not our result: then it is no rival.
+    """
+    wide = lambda a: np.asarray(a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a)
+    leaves = jax.tree.leaves(arrays)
+    told, out = folder / "arrays.npz", folder / "out.npy"
+    np.savez(told, *(wide(a) for a in leaves))
+    kinds = [str(a.dtype) for a in leaves]
+    worker.ask(function=spec.torch, arrays=str(told), dtypes=kinds, out=str(out))
+    ours = jax.jit(functools.partial(spec.call, impl="xla"))(*arrays)
+    want, got = wide(jax.tree.leaves(ours)[0]), np.load(out)
+    apart = np.linalg.norm(got - want) / np.linalg.norm(want)
+    if not apart < SAME:
+        raise RuntimeError(f"torch's {spec.torch} is {apart:.1e} away from ours: {SAME} allowed")
+    return lambda repeats: worker.ask(repeats=repeats)["seconds"]
 
 
 @contextmanager
-def _torch(python: Path | None) -> Iterator[_Torch | None]:
+def _torch(python: Path | None) -> Iterator[tuple[Worker, Path] | None]:
+    """`torch_ops.py` and a folder to hand arrays over in."""
     if python is None:
         yield None
         return
-    with tempfile.TemporaryDirectory() as folder:
-        worker = _Torch(python, Path(folder))
-        try:
-            yield worker
-        finally:
-            worker.close()
+    script = Path(__file__).with_name("torch_ops.py")
+    with tempfile.TemporaryDirectory() as folder, running(python, script) as worker:
+        yield worker, Path(folder)
 
 
 def _ceilings() -> dict[str, Timed]:
@@ -179,64 +144,73 @@ def _contenders(spec: Spec, arrays: tuple[Any, ...], device: bool) -> dict[str, 
     return timed | {"naive": _jax_timed(naive, arrays)}
 
 
-def _medians(contenders: dict[str, Timed], rounds: int) -> dict[str, float]:
+def _medians(contenders: dict[str, Timed]) -> dict[str, float]:
     """Seconds of one call, by contender."""
     repeats = {}
     for name, run in contenders.items():
         run(1)
         repeats[name] = max(1, round(ROUND_SECONDS / max(run(1), 1e-7)))
     seen: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for name, run in contenders.items():
             seen[name].append(run(repeats[name]) / repeats[name])
     return {name: statistics.median(times) for name, times in seen.items()}
 
 
 def measure(
-    ops: tuple[str, ...], names: list[str] | None, torch_python: Path | None, *, device: bool
+    ops: Sequence[str], names: Sequence[str] | None, torch_python: Path | None, *, device: bool
 ) -> Report:
-    """Times every spec that is to be timed."""
-    results, reads, matmuls = [], [], []
-    ceilings = _ceilings()
-    with _torch(torch_python) as torch:
-        for op in ops:
-            for spec in specs(op):
-                if "bench" not in spec.uses or (names and spec.name not in names):
-                    continue
-                print(f"{op} {spec.name}", file=sys.stderr, flush=True)
-                arrays = jax.block_until_ready(jax.jit(spec.inputs)(jax.random.key(0)))
-                contenders = ceilings | _contenders(spec, arrays, device)
-                if torch is not None and spec.torch is not None:
-                    ours = jax.jit(lambda *a, call=spec.call: call(*a, impl="xla"))(*arrays)
-                    contenders |= {"torch": torch.timed(spec.torch, arrays, ours)}
-                seconds = _medians(contenders, ROUNDS)
-                read = READ_BYTES / seconds.pop("read")
-                matmul = 2 * MATMUL**3 / seconds.pop("matmul")
-                reads.append(read)
-                matmuls.append(matmul)
-                ours = seconds[f"pallas_{jax.default_backend()}" if device else "xla"]
-                floor = max(spec.floor.bytes / read, spec.floor.flops / matmul)
-                results.append(
-                    Result(
-                        op=op,
-                        spec=spec.name,
-                        dtype=str(jax.tree.leaves(arrays)[0].dtype),
-                        us={name: 1e6 * s for name, s in seconds.items()},
-                        gb_per_s=spec.floor.bytes / ours / 1e9,
-                        gflop_per_s=spec.floor.flops / ours / 1e9,
-                        share=floor / ours,
-                    )
-                )
-        versions = {"jax": jax.__version__} | ({"torch": torch.version} if torch else {})
-    if not results:
+    """Times every spec that is to be timed.
+
+    Raises:
+        RuntimeError: there is none, or torch does not run or computes something else.
+    """
+    chosen = [
+        (op, spec)
+        for op in ops
+        for spec in specs(op)
+        if "bench" in spec.uses and (not names or spec.name in names)
+    ]
+    if not chosen:
         raise RuntimeError(f"no spec of {', '.join(ops)} is called {names}: nothing to time")
+    results, ceilings = [], _ceilings()
+    versions = {"jax": jax.__version__}
+    with _torch(torch_python) as torch:
+        versions |= {} if torch is None else torch[0].greeting
+        for op, spec in chosen:
+            print(f"{op} {spec.name}", file=sys.stderr, flush=True)
+            arrays = jax.block_until_ready(jax.jit(spec.inputs)(jax.random.key(0)))
+            contenders = _contenders(spec, arrays, device)
+            if torch is not None and spec.torch is not None:
+                contenders |= {"torch": _torch_timed(*torch, spec, arrays)}
+            dtype = str(jax.tree.leaves(arrays)[0].dtype)
+            results.append((_medians(ceilings | contenders), op, spec, dtype))
+    read = READ_BYTES / statistics.median(seconds["read"] for seconds, *_ in results)
+    matmul = 2 * MATMUL**3 / statistics.median(seconds["matmul"] for seconds, *_ in results)
     return Report(
         device=jax.devices()[0].device_kind,
         date=datetime.date.today().isoformat(),
         versions=versions,
-        read_gb_per_s=statistics.median(reads) / 1e9,
-        matmul_gflop_per_s=statistics.median(matmuls) / 1e9,
-        results=tuple(results),
+        read_gb_per_s=read / 1e9,
+        matmul_gflop_per_s=matmul / 1e9,
+        results=tuple(_result(*r, read=read, matmul=matmul) for r in results),
+    )
+
+
+def _result(
+    seconds: dict[str, float], op: str, spec: Spec, dtype: str, read: float, matmul: float
+) -> Result:
+    """One line, against the ceilings."""
+    times = {name: s for name, s in seconds.items() if name not in ("read", "matmul")}
+    ours = next((s for name, s in times.items() if name.startswith("pallas")), times["xla"])
+    return Result(
+        op=op,
+        spec=spec.name,
+        dtype=dtype,
+        us={name: 1e6 * s for name, s in times.items()},
+        gb_per_s=spec.floor.bytes / ours / 1e9,
+        gflop_per_s=spec.floor.flops / ours / 1e9,
+        share=max(spec.floor.bytes / read, spec.floor.flops / matmul) / ours,
     )
 
 
@@ -273,9 +247,9 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         report = measure(
-            tuple(arguments.op), arguments.spec, arguments.torch_python, device=arguments.device
+            arguments.op, arguments.spec, arguments.torch_python, device=arguments.device
         )
-    except (RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError) as error:
         sys.exit(f"error: {error}")
     print(table(report))
     if arguments.json:

@@ -1,11 +1,14 @@
 """Named real workloads of the ops: what tests compare, benchmarks time and compilers are asked."""
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jaxtyping import Array
+
+OPS = ("block_attention", "gated_delta", "grouped_matmul", "state_fusion")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,3 +51,8 @@ class Spec:
     def shapes(self) -> tuple[Any, ...]:
         """The arrays' shapes and dtypes; nothing is allocated."""
         return jax.eval_shape(self.inputs, jax.random.key(0))
+
+
+def specs(op: str) -> tuple[Spec, ...]:
+    """The specs of an op."""
+    return importlib.import_module(f"pallas_kernels.{op}.specs").SPECS

@@ -42,7 +42,12 @@ def bench(flags: Bench) -> int:
         longest = max(PREFILL_TOKENS, max(len(r.prompt) + r.max_tokens for r in requests))
         python = flags.oracle_python or ORACLE_PYTHON
         with opened(
-            flags.against, folder, oracle_python=python, threads=cores(), capacity=longest
+            tuple(dict.fromkeys(flags.against)),
+            folder,
+            oracle_python=python,
+            threads=cores(),
+            capacity=longest,
+            norms=flags.norms,
         ) as rivals:
             report = measure(
                 session.generator,

@@ -28,14 +28,13 @@ from clover_jax.model.deltanet import (
     GDNInputs,
     GDNParams,
     PrefixState,
-    causal_conv,
     gdn_inputs,
     gdn_output,
     ring_before,
     split_heads,
 )
 from pallas_kernels.gated_delta import boundary_state, gated_delta
-from pallas_kernels.state_fusion import Switches, state_fusion
+from pallas_kernels.state_fusion import Switches, block_conv, state_fusion
 
 
 def block_gdn(
@@ -111,7 +110,7 @@ def _one_block(
             prefix.ring,
             inputs.qkv,
             p.conv1d,
-            p.conv_right_weight if switches.right_conv else None,
+            _right_taps(p, switches),
             prefix.state,
             inputs.g,
             inputs.beta,
@@ -124,7 +123,7 @@ def _one_block(
             switches=Switches(*(getattr(switches, name) for name in Switches._fields)),
             impl=env.impl("state_fusion"),
         )
-    q, k, v = split_heads(block_conv(p, prefix.ring, inputs.qkv, switches), cfg)
+    q, k, v = split_heads(mixed_block(p, prefix.ring, inputs.qkv, switches), cfg)
     q = q * jnp.float32(cfg.delta.key_head_dim**-0.5)
     run: Any = functools.partial(gated_delta, chunk=cfg.delta.chunk, impl=env.impl("gated_delta"))
     rows = (q, k, v, inputs.g, inputs.beta)
@@ -137,17 +136,16 @@ def _one_block(
     return o, jnp.zeros(o.shape[:-1], jnp.float32)
 
 
-def block_conv(
+def mixed_block(
     p: GDNParams,
     ring: Float[Array, "rows taps channels"],
     block: Float[Array, "rows block channels"],
     switches: BDGDNConfig,
 ) -> Float[Array, "rows block channels"]:
     """The convolution before SiLU: the base's taps over ring and block, and the taps ahead."""
-    if not switches.right_conv:
-        return causal_conv(jnp.concatenate([ring, block], axis=1), p.conv1d)
-    right = p.conv_right_weight
-    right = right if switches.right_order == "next_first" else right[::-1]
-    # Nothing follows the block.
-    window = jnp.concatenate([ring, block, jnp.zeros_like(ring)], axis=1)
-    return causal_conv(window, jnp.concatenate([p.conv1d, right]))
+    order = switches.right_order
+    return block_conv(ring, block, p.conv1d, _right_taps(p, switches), right_order=order)
+
+
+def _right_taps(p: GDNParams, switches: BDGDNConfig) -> Array | None:
+    return p.conv_right_weight if switches.right_conv else None

@@ -1,6 +1,5 @@
 """Runs the torch oracles: scripts of their own, under a Python of their own."""
 
-import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -11,6 +10,7 @@ from safetensors.flax import save_file
 
 from clover_jax.errors import CloverError
 from clover_jax.verify.trace import Tensors, read_trace
+from pallas_kernels.worker import own_environment
 
 SCRIPTS = Path(__file__).parent / "oracles"
 _TAIL = 600  # characters of an oracle's complaint that are shown
@@ -41,7 +41,7 @@ def run_oracle(
         try:
             ran = subprocess.run(
                 [str(word) for word in command],
-                env=oracle_environment(),
+                env=own_environment(),
                 capture_output=True,
                 text=True,
             )
@@ -53,8 +53,3 @@ def run_oracle(
         if ran.returncode or not answer.exists():
             raise CloverError(f"the oracle {script} failed: {ran.stderr.strip()[-_TAIL:]}")
         return read_trace(answer)
-
-
-def oracle_environment() -> dict[str, str]:
-    """An oracle's environment is its own: our paths must not leak into it."""
-    return {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}

@@ -17,7 +17,7 @@ from clover_jax.diffusion.loss import LossConfig, as_arrays, training_loss
 from clover_jax.diffusion.reveal import choose_tokens, reveal_mask
 from clover_jax.diffusion.sampling_config import SamplerConfig, sampler_params
 from clover_jax.model.attention import attention_inputs, attention_output
-from clover_jax.model.bd_gdn import block_conv, block_gdn
+from clover_jax.model.bd_gdn import block_gdn, mixed_block
 from clover_jax.model.block import (
     LayerIndex,
     Layout,
@@ -149,7 +149,7 @@ def _linear_taps(
     own = p.linear_attn
     inputs = gdn_inputs(own, fed.mixer_in, valid[:, 0])
     assert cfg.bd_gdn is not None
-    q, k, v = split_heads(block_conv(own, state.ring, inputs.qkv, cfg.bd_gdn), cfg)
+    q, k, v = split_heads(mixed_block(own, state.ring, inputs.qkv, cfg.bd_gdn), cfg)
     empty = jnp.full((rows, 1), length == 0)
     out, o, share = block_gdn(
         own, fed.mixer_in[:, None], valid, state, None, empty, cfg=cfg, env=ENV

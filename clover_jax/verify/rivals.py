@@ -5,9 +5,7 @@ inside, so that neither the pipe nor the conversion of a prompt counts.
 """
 
 import importlib.metadata
-import json
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +16,11 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from clover_jax.checkpoint.gguf_export import export_gguf
+from clover_jax.checkpoint.report import NormStorage
 from clover_jax.errors import CloverError
 from clover_jax.verify.llama import LlamaContext
-from clover_jax.verify.oracle import SCRIPTS, oracle_environment
+from clover_jax.verify.oracle import SCRIPTS
+from pallas_kernels.worker import Worker, WorkerError, running
 
 RivalName = Literal["hf", "llama.cpp"]
 
@@ -56,10 +56,12 @@ def opened(
     oracle_python: Path,
     threads: int,
     capacity: int,
+    norms: NormStorage | None = None,
 ) -> Iterator[list[Rival]]:
     """The named frameworks with the folder's causal trunk in float32; closed at the end.
 
-    `capacity` is the most tokens that will be read and written from one start.
+    `capacity` is the most tokens that will be read and written from one start, `norms` how the
+    files store norms (`checkpoint.load`).
 
     Raises:
         CloverError: one of them is not installed, or cannot load the folder.
@@ -67,7 +69,7 @@ def opened(
     with ExitStack() as stack:
         make: dict[str, Callable[[], Any]] = {
             "hf": lambda: _transformers(folder, oracle_python, threads),
-            "llama.cpp": lambda: _llama(folder, threads, capacity),
+            "llama.cpp": lambda: _llama(folder, norms, threads, capacity),
         }
         yield [stack.enter_context(make[name]()) for name in names]
 
@@ -75,50 +77,26 @@ def opened(
 class _Transformers:
     name = "hf"
 
-    def __init__(self, process: subprocess.Popen[str], complaints: Any) -> None:
-        self._process, self._complaints = process, complaints
-        self.versions = self._answer()["ready"]
+    def __init__(self, worker: Worker) -> None:
+        self._worker, self.versions = worker, worker.greeting
 
     def prefill(self, ids: Sequence[int]) -> float:
-        return self._ask({"prefill": list(ids)})["seconds"]
+        return self._worker.ask(prefill=list(ids))["seconds"]
 
     def write(self, prompt: Sequence[int], count: int) -> Written:
-        return Written(**self._ask({"prompt": list(prompt), "decode": count}))
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.wait()
-            self._complaints.seek(0)
-            raise CloverError(f"transformers stopped: {self._complaints.read().strip()[-600:]}")
-        return json.loads(line)
+        return Written(**self._worker.ask(prompt=list(prompt), decode=count))
 
 
 @contextmanager
 def _transformers(folder: Path, python: Path, threads: int) -> Iterator[Rival]:
-    command = [python, SCRIPTS / "hf_speed.py", folder.absolute(), "--threads", threads]
-    with tempfile.TemporaryFile("w+") as complaints:
-        try:
-            process = subprocess.Popen(
-                [str(word) for word in command], env=oracle_environment(), text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints,
-            )  # fmt: skip
-        except OSError as error:
-            raise CloverError(
-                f"--oracle-python {python} cannot be run: {error.strerror}; "
-                f"{SCRIPTS / 'README.md'} says how to make that environment"
-            ) from None
-        try:
-            yield _Transformers(process, complaints)
-        finally:
-            process.kill()
-            process.wait()
+    script = SCRIPTS / "hf_speed.py"
+    try:
+        with running(python, script, folder.absolute(), "--threads", threads) as worker:
+            yield _Transformers(worker)
+    except WorkerError as error:
+        raise CloverError(
+            f"--oracle-python: {error}; {SCRIPTS / 'README.md'} says how to make that environment"
+        ) from None
 
 
 class _Llama:
@@ -147,10 +125,10 @@ class _Llama:
 
 
 @contextmanager
-def _llama(folder: Path, threads: int, capacity: int) -> Iterator[Rival]:
+def _llama(folder: Path, norms: NormStorage | None, threads: int, capacity: int) -> Iterator[Rival]:
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "model.gguf"
-        export_gguf(folder, path, type="f32", norms=None)
+        export_gguf(folder, path, type="f32", norms=norms)
         yield _Llama(path, threads, capacity)
 
 

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from pallas_kernels.block_attention.gradient import with_xla_gradient
+from pallas_kernels.block_attention import xla
 from pallas_kernels.block_attention.math import LOWEST, MASKED, Part, finish, fold, merge, unfold
-from pallas_kernels.block_attention.xla import own_part
 from pallas_kernels.compat import pl, plgpu, wgmma_add
+from pallas_kernels.gradient import with_gradient_of
 
 CELLS = 64  # KV cells of a tile
 ROWS = 64  # of one compute warpgroup: the smallest wgmma
@@ -101,7 +101,9 @@ def block_attention(
     """See `api.block_attention`."""
     del differentiable
     forward = functools.partial(_forward, scale=scale)
-    return with_xla_gradient(forward, q, k, v, group, limit, own, scale=scale)
+    formula = functools.partial(xla.block_attention, scale=scale, differentiable=True)
+    arrays = (q, k, v, jnp.asarray(group, jnp.int32), limit, own)
+    return with_gradient_of(formula, forward)(*arrays)
 
 
 def _forward(
@@ -121,10 +123,7 @@ def _forward(
     splits = min(tiles.splits, pl.cdiv(capacity // CELLS, tiles.least))
     partial = lambda *shape: jax.ShapeDtypeStruct((splits, pairs, *shape), jnp.float32)
     cells = (groups * pairs, capacity, channel)  # in place: a reshape of leading axes moves nothing
-    tiling: Any = (
-        plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
-    )
+    tiling = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     smem = lambda *shape: plgpu.SMEM(shape, q.dtype, transforms=tiling)
     stats = plgpu.SMEM((tiles.warpgroups, ROWS), jnp.float32)
     parts = plgpu.kernel(
@@ -154,7 +153,7 @@ def _forward(
         kernel_name="block_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(
-        jnp.asarray(group, jnp.int32).reshape(1),
+        group.reshape(1),
         top,
         limit_m,
         padded.reshape(pairs, -1, channel),
@@ -164,7 +163,7 @@ def _forward(
     whole = lambda a: a.reshape(splits, rows, kv_heads, query_tiles * tiles.m, -1)[..., :m, :]
     part = merge(Part(*(whole(a) for a in parts)))
     if own is not None:
-        both = (part, own_part(folded.astype(jnp.float32), own, scale))
+        both = (part, xla.own_part(folded.astype(jnp.float32), own, scale))
         part = merge(Part(*(jnp.stack(pair) for pair in zip(*both, strict=True))))
     return unfold(finish(part), queries).astype(q.dtype)
 

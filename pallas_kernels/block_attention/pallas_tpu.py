@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from pallas_kernels.block_attention import xla
 from pallas_kernels.block_attention.contract import KV_TILE
-from pallas_kernels.block_attention.gradient import with_xla_gradient
 from pallas_kernels.block_attention.math import Part, add_keys, finish, fold, nothing, unfold
 from pallas_kernels.compat import pl, pltpu
+from pallas_kernels.gradient import with_gradient_of
 
 VMEM = 15 << 20  # of the 16 MB that Mosaic lets a kernel use unless asked for more
 
@@ -132,7 +133,9 @@ def block_attention(
     """See `api.block_attention`."""
     del differentiable
     forward = functools.partial(_forward, scale=scale)
-    return with_xla_gradient(forward, q, k, v, group, limit, own, scale=scale)
+    formula = functools.partial(xla.block_attention, scale=scale, differentiable=True)
+    arrays = (q, k, v, jnp.asarray(group, jnp.int32), limit, own)
+    return with_gradient_of(formula, forward)(*arrays)
 
 
 def _tiles(q: Array, k: Array, own: Any) -> Tiles:
@@ -198,7 +201,7 @@ def _forward(
         ),
         cost_estimate=_cost(q, k, tiles),
         name="block_attention",
-    )(jnp.asarray(group, jnp.int32).reshape(1), top, *operands)
+    )(group.reshape(1), top, *operands)
     return unfold(out, queries)
 
 

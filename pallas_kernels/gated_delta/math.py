@@ -4,10 +4,8 @@ The chunked form's formula is in `xla.py`. `g` and `beta` are rows: one head's l
 strengths of a chunk.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -96,20 +94,6 @@ def chunked_flops(
     per_head = 2 * chunk * key * value * (reads + 1) + 2 * chunk * chunk * value * reads
     per_head += chunk**3 // 3 + 2 * chunk * chunk * key * reads // group
     return rows * heads * -(-time // chunk) * per_head
-
-
-def with_gradient_of(formula: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel`, differentiated as `formula` of the same arguments is."""
-
-    @jax.custom_vjp
-    def call(*args: Any) -> Any:
-        return kernel(*args)
-
-    def backward(args: tuple, cotangents: Any) -> tuple:
-        return jax.vjp(formula, *args)[1](cotangents)
-
-    call.defvjp(lambda *args: (kernel(*args), args), backward)
-    return call
 
 
 def token_update(

@@ -16,7 +16,8 @@ from jaxtyping import Array
 
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.gated_delta import xla
-from pallas_kernels.gated_delta.math import read_out, token_update, with_gradient_of
+from pallas_kernels.gated_delta.math import read_out, token_update
+from pallas_kernels.gradient import with_gradient_of
 
 VALUES = 64  # rows of a warpgroup's register tile
 # How a warpgroup holds its [key, value] part of the state: a warp has 16 value channels, a thread

@@ -1,8 +1,8 @@
 """Chunked gated delta rule for TPUs (Mosaic).
 
-Grid (row, key head, chunk), chunks in order. A step holds a chunk of one key head and of the value
-heads that read it; their states stay in VMEM from the first chunk to the last, so they are read
-and written once. Chunks past a row's length are neither fetched nor computed.
+Grid (row, key heads, chunk), chunks in order. A step holds a chunk of a few key heads and of the
+value heads that read them; their states stay in VMEM from the first chunk to the last, so they are
+read and written once. Chunks past a row's length are neither fetched nor computed.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from pallas_kernels.gated_delta.math import (
     inverse_unit_lower,
     numbers,
     strict_lower,
-    with_gradient_of,
 )
+from pallas_kernels.gradient import with_gradient_of
 
 LANES, SUBLANES = 128, 8
 VMEM = 15 << 20  # bytes that the blocks of two grid steps may take, of the default 16 MiB

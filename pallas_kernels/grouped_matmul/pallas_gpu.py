@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.gradient import with_gradient_of
 from pallas_kernels.grouped_matmul.layout import through_tiles
-from pallas_kernels.grouped_matmul.xla import with_gradient
+from pallas_kernels.grouped_matmul.xla import batched
 
 SWIZZLE = 64  # bfloat16 elements of a 128-byte swizzle, and wgmma's M
 TILES = (8, 16, 32, 64)
@@ -81,7 +82,7 @@ def expert_glu(
     """See `api.expert_glu`."""
     into = tiling(tile, x.shape[1], 2 * SWIZZLE)
     back = tiling(tile, w_out.shape[1], SWIZZLE * (2 if x.shape[1] % (2 * SWIZZLE) == 0 else 1))
-    run = with_gradient(lambda *args: _launch(*args, into=into, back=back))
+    run = with_gradient_of(batched, lambda *args: _launch(*args, into=into, back=back))
     return through_tiles(run, x, expert, weight, valid, w_in, w_out, tile=into.tile)
 
 

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.compat import pl, pltpu
+from pallas_kernels.gradient import with_gradient_of
 from pallas_kernels.grouped_matmul.layout import through_tiles
 from pallas_kernels.grouped_matmul.math import part_of_glu
-from pallas_kernels.grouped_matmul.xla import with_gradient
+from pallas_kernels.grouped_matmul.xla import batched
 
 LANES = 128
 SUBLANES = {jnp.dtype(jnp.float32): 8, jnp.dtype(jnp.bfloat16): 16}  # rows of one register tile
@@ -82,7 +83,7 @@ def expert_glu(
     """See `api.expert_glu`."""
     sizes = tiling(x.shape[0], x.shape[1], w_out.shape[1], x.dtype, tile)
     assert sizes is not None  # `expert_glu_unsupported` said so
-    run = with_gradient(lambda *args: _launch(*args, sizes=sizes))
+    run = with_gradient_of(batched, lambda *args: _launch(*args, sizes=sizes))
     return through_tiles(run, x, expert, weight, valid, w_in, w_out, tile=sizes.tile)
 
 

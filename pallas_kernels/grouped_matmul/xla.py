@@ -5,15 +5,13 @@ bound by. A differentiated call has many rows in every tile: there the gathered 
 beside the rows, and one batched matmul does without the loop's many small operations.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from pallas_kernels.grouped_matmul.layout import RunTiles, through_tiles
+from pallas_kernels.grouped_matmul.layout import through_tiles
 from pallas_kernels.grouped_matmul.math import glu
 
 # Single rows whose experts are fetched together on CPU. XLA copies what it slices before a matmul
@@ -31,10 +29,9 @@ def expert_glu(
 @jax.custom_vjp
 def glu_tiles(x: Array, w_in: Array, w_out: Array, tile_expert: Array, used: Array) -> Array:
     """Tiles [tiles, tile, width] through the MLP of their expert; 0 beyond the first `used`."""
-
     arrays = (x, w_in, w_out, tile_expert, used)
     if x.shape[1] == 1 and x.shape[0] <= FETCHED:
-        return lax.platform_dependent(*arrays, cpu=_batched, default=_one_by_one)
+        return lax.platform_dependent(*arrays, cpu=batched, default=_one_by_one)
     return _one_by_one(*arrays)
 
 
@@ -54,7 +51,8 @@ def _at(a: Array, i: Array) -> Array:
     return lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
 
 
-def _batched(x: Array, w_in: Array, w_out: Array, tile_expert: Array, used: Array) -> Array:
+def batched(x: Array, w_in: Array, w_out: Array, tile_expert: Array, used: Array) -> Array:
+    """`glu_tiles` as batched matmuls on gathered weights."""
     h = glu(jnp.einsum("trd,tdf->trf", x, w_in[tile_expert]))
     live = (jnp.arange(x.shape[0]) < used)[:, None, None]
     h = jnp.where(live, h, jnp.zeros((), x.dtype))
@@ -64,8 +62,9 @@ def _batched(x: Array, w_in: Array, w_out: Array, tile_expert: Array, used: Arra
 def _forward(
     x: Array, w_in: Array, w_out: Array, tile_expert: Array, used: Array
 ) -> tuple[Array, tuple]:
-    batched = lambda x, w_in, w_out: _batched(x, w_in, w_out, tile_expert, used)
-    y, backward = jax.vjp(batched, x, w_in, w_out)
+    y, backward = jax.vjp(
+        lambda x, w_in, w_out: batched(x, w_in, w_out, tile_expert, used), x, w_in, w_out
+    )
     return y, (backward, tile_expert, used)
 
 
@@ -76,15 +75,3 @@ def _backward(saved: tuple, dy: Array) -> tuple:
 
 
 glu_tiles.defvjp(_forward, _backward)
-
-
-def with_gradient(launch: RunTiles) -> Callable[..., Array]:
-    """`launch`, which is `glu_tiles` by other means, with the gradient of this module's."""
-    run = jax.custom_vjp(launch)
-
-    def backward(saved: tuple[Array, ...], dy: Array) -> tuple:
-        _, residuals = _forward(*saved)
-        return _backward(residuals, dy)
-
-    run.defvjp(lambda *args: (launch(*args), args), backward)
-    return run

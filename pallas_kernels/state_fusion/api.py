@@ -11,15 +11,17 @@ For positions t = 0 .. n-1 of a block and value head h, whose key head is h // g
 `in` is the ring followed by the block; nothing follows the block. S is the clean state of the
 prefix, read and never written. What stands at a position that is not valid is nobody's input: its
 channels, g and beta are read as 0, and it is no key. Everything is float32 inside; conv inputs and
-taps may be bfloat16 and are converted first. The release names
-the parts (right taps, softmax, history slot); `contract.Switches` lists the readings of what it
-leaves open.
+taps may be bfloat16 and are converted first. The release
+names the parts (right taps, softmax, history slot); `contract.Switches` lists the readings of what
+it leaves open.
 """
+
+from typing import Literal
 
 from jaxtyping import Array, Bool, Float, Float32
 
 from pallas_kernels.registry import Impl, call
-from pallas_kernels.state_fusion import contract
+from pallas_kernels.state_fusion import contract, xla
 from pallas_kernels.state_fusion.contract import Switches
 
 
@@ -75,3 +77,18 @@ def state_fusion(
     return call(
         __name__, "state_fusion", impl, *arrays, *scalars, key_heads=key_heads, switches=switches
     )
+
+
+def block_conv(
+    ring: Float[Array, "rows older channels"],
+    block: Float[Array, "rows block channels"],
+    taps: Float[Array, "taps channels"],
+    right_taps: Float[Array, "older channels"] | None,
+    *,
+    right_order: Literal["next_first", "next_last"],
+) -> Float32[Array, "rows block channels"]:
+    """The operator's convolution alone, before SiLU, for rivals of the operator.
+
+    Every position exists here: the caller zeroes those that do not.
+    """
+    return xla.block_conv(ring, block, taps, right_taps, right_order=right_order)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gradient import with_gradient_of
 from pallas_kernels.state_fusion import xla
 from pallas_kernels.state_fusion.contract import AXES, Switches
 
@@ -17,15 +18,10 @@ def transformable(
     forward: Callable[..., Any], *, key_heads: int, switches: Switches
 ) -> Callable[..., Any]:
     """`forward` of the op's arrays: the gradient is that of `xla`, a vmap is more rows."""
-    here = functools.partial(xla.state_fusion, key_heads=key_heads, switches=switches)
+    formula = functools.partial(xla.state_fusion, key_heads=key_heads, switches=switches)
     rows = jax.custom_batching.custom_vmap(forward)
     rows.def_vmap(functools.partial(_more_rows, forward))
-    call = jax.custom_vjp(rows)
-    call.defvjp(
-        lambda *arrays: (rows(*arrays), arrays),
-        lambda arrays, cotangents: jax.vjp(here, *arrays)[1](cotangents),
-    )
-    return call
+    return with_gradient_of(formula, rows)
 
 
 def _more_rows(

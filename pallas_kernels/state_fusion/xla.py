@@ -22,7 +22,9 @@ def state_fusion(
     rows, n, _ = block_qkv.shape
     value_heads, key, value = state.shape[1:]
     group = value_heads // key_heads
-    mixed = jax.nn.silu(_conv(ring, block_qkv, taps, right_taps, valid, switches))
+    existing = jnp.where(valid[..., None], block_qkv, jnp.zeros((), block_qkv.dtype))
+    order = switches.right_order
+    mixed = jax.nn.silu(block_conv(ring, existing, taps, right_taps, right_order=order))
     q, k, v = jnp.split(mixed, [key_heads * key, 2 * key_heads * key], axis=-1)
     q, k = (_unit(x.reshape(rows, n, key_heads, key)) for x in (q, k))
     v = v.reshape(rows, n, key_heads, group, value)
@@ -65,18 +67,16 @@ def scale(logit_scale: Array, switches: Switches) -> Array:
     return how[switches.logit_scale](logit_scale)
 
 
-def _conv(
-    ring: Array, block: Array, taps: Array, right_taps: Array | None, valid: Array,
-    switches: Switches,
-) -> Array:  # fmt: skip
-    """All taps in one pass over [ring | block | nothing]."""
+def block_conv(
+    ring: Array, block: Array, taps: Array, right_taps: Array | None, *, right_order: str
+) -> Array:
+    """See `api.block_conv`: all taps in one pass over [ring | block | nothing]."""
     n = block.shape[1]
-    block = jnp.where(valid[..., None], block, jnp.zeros((), block.dtype))
     window, every = [ring, block], [taps.astype(jnp.float32)]
     if right_taps is not None:
         window.append(jnp.zeros_like(ring))
         right = right_taps.astype(jnp.float32)
-        every.append(right if switches.right_order == "next_first" else right[::-1])
+        every.append(right if right_order == "next_first" else right[::-1])
     window = jnp.concatenate(window, axis=1).astype(jnp.float32)
     every = jnp.concatenate(every)[:, None, None]
     return functools.reduce(

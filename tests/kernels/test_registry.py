@@ -6,8 +6,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from pallas_kernels.aot import OPS, specs
 from pallas_kernels.registry import IMPLS, explain
+from pallas_kernels.spec import OPS, specs
 
 ROOT = Path(__file__).parents[2] / "pallas_kernels"
 ENTRIES = {

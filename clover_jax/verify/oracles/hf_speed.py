@@ -5,7 +5,7 @@ Runs alone, under Python 3.11 in an environment of its own (README.md beside thi
     python hf_speed.py FOLDER --threads N
 
 Answers one line of JSON per line of standard input, so that the caller can take turns with other
-programs. It says `{"ready": {versions}}` first, then:
+programs. It says its versions first, then:
 
     {"prefill": [ids]}             -> {"seconds": s}                one pass, logits of the last
     {"prompt": [ids], "decode": n} -> {"seconds": s, "ids": [...]}  greedy, the prompt not timed
@@ -55,7 +55,7 @@ def main() -> None:
     # The default implementation of the experts is the fast one; parity tests take the plain one.
     model = load(arguments.folder, torch.float32, experts="grouped_mm")
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    print(json.dumps({"ready": versions}), flush=True)
+    print(json.dumps(versions), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         if "prefill" in asked:
