@@ -239,7 +239,7 @@ def test_full_conversation_is_refused(model: Path, clover: Clover):
 
 
 def test_second_start_compiles_nothing(answer: dict, model: Path, cache_home: Path):
-    """Both starts are new processes: what earlier tests traced may change how programs are keyed."""
+    """Both starts are new processes: earlier tests of this one may change programs' keys."""
     programs = cache_home / "clover_jax" / "compiled"
     code = "import sys; from clover_jax.cli import main; sys.exit(main())"
     arguments = ["generate", PROMPT, "--checkpoint", str(model)]
