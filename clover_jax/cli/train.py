@@ -23,6 +23,7 @@ from clover_jax.train import loop
 from clover_jax.train.calibrate import Residuals
 from clover_jax.train.step import OptimiserConfig
 
+FOLLOW_ABOVE = 0.9  # below the sampler's 0.95: states a little further on than it meets
 PLAIN_SECONDS = 10  # between lines in a pipe
 
 
@@ -69,7 +70,10 @@ def run_config(flags: TrainPretrain | TrainConvert) -> loop.RunConfig:
         kind="pretrain" if pretrain else "convert",
         start=str(flags.checkpoint or flags.preset) if pretrain else str(flags.checkpoint),
         data=data,
-        loss=LossConfig(diffusion=0.0 if pretrain else flags.diffusion),
+        loss=LossConfig(
+            diffusion=0.0 if pretrain else flags.diffusion,
+            follow_above=FOLLOW_ABOVE if data.frontier_share else None,
+        ),
         optimiser=OptimiserConfig(
             learning_rate=flags.learning_rate,
             steps=flags.steps,

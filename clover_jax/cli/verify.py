@@ -211,7 +211,7 @@ def _training_request(flags: Verify, cfg: ModelConfig) -> Tensors:
     rng = np.random.default_rng(flags.seed)
     prompt, most = max(1, flags.length // 3), max(1, flags.length - flags.length // 3)
     examples = [
-        Example(
+        Example.single(
             i,
             rng.integers(0, cfg.vocab_size, prompt).tolist(),
             rng.integers(0, cfg.vocab_size, max(1, most - i)).tolist(),

@@ -86,11 +86,11 @@ class TaskBatches:
 
     def _bucket(self, example: Example) -> int:
         """The smallest bucket that holds a sample, or their number if none does."""
-        blocks = -(-len(example.response) // self._block)
+        blocks = len(example.blocks(self._block))
         fits = [
             i
             for i, (time, most) in enumerate(self.config.buckets)
-            if example.length <= time and blocks <= most
+            if len(example.tokens) <= time and blocks <= most
         ]
         return fits[0] if fits else len(self.config.buckets)
 
@@ -104,7 +104,7 @@ class TaskBatches:
                 f"no sample of window {window} fits a bucket of {self.config.buckets} (tokens, "
                 "response blocks): choose a larger one"
             )
-        examples.sort(key=lambda e: (self._bucket(e), e.length))
+        examples.sort(key=lambda e: (self._bucket(e), len(e.tokens)))
         parts = [list(part) for part in np.array_split(np.arange(len(examples)), WINDOW)]
         random.Random(f"{self.config.seed}\0{window}").shuffle(parts)
         return [[examples[i] for i in part] for part in parts]
@@ -132,4 +132,4 @@ def to_example(tokenizer: Tokenizer, item: tasks.Item, *, thinking: bool, sample
     """Prompt and response of an item, tokenised apart; the response ends its turn."""
     prompt = tokenize_prompt(tokenizer, tasks.messages(item), enable_thinking=thinking)
     response = tokenizer.encode(tasks.response_text(item, thinking), special=True)
-    return Example(sample, prompt, [*response, tokenizer.end_of_turn_id])
+    return Example.single(sample, prompt, [*response, tokenizer.end_of_turn_id])

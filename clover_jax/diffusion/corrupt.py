@@ -1,7 +1,7 @@
-"""From a (prompt, response) pair to the two streams of training.
+"""From a tokenised sample to the two streams of training.
 
-The block grid starts at the response's first token. A response is its tokens and the stop that
-ends the turn; past it, its last block is filled with pads, as a preview always sees full blocks.
+The block grid starts at the first token of each assistant turn. A turn is its tokens and the stop
+that ends it; past it, its last block is filled with pads, as a preview always sees full blocks.
 Noise depends on (seed, epoch, sample, block) only, so a batch is the same however it is split,
 resumed or ordered.
 """
@@ -11,23 +11,32 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Frontier noise: share of the positions past the frontier that are known all the same, and how the
-# loss weight falls with the distance from it.
-ISLANDS, FALL = 0.1, 0.9
+# Frontier noise: share of the blocks that start wholly masked, and how the loss weight falls with
+# the distance from the frontier.
+WHOLE, FALL = 0.3, 0.95
 _FRONTIER = 2**31  # keeps its draws apart from those of the blocks
 
 
 class Example(NamedTuple):
-    """One tokenised sample; prompt and response are tokenised apart."""
+    """One tokenised sample: a conversation, or a prompt and its response."""
 
     sample: int  # its number, the source of its noise
-    prompt: Sequence[int]
-    response: Sequence[int]  # ends with the stop token
+    tokens: Sequence[int]  # every text between two borders of turns is tokenised apart
+    turns: tuple[tuple[int, int], ...]  # (first, end) of what the assistant wrote, with its stop
 
-    @property
-    def length(self) -> int:
-        """Tokens of the clean stream."""
-        return len(self.prompt) + len(self.response)
+    @classmethod
+    def single(cls, sample: int, prompt: Sequence[int], response: Sequence[int]) -> "Example":
+        """A prompt and its one response, which ends with the stop token."""
+        tokens = [*prompt, *response]
+        return cls(sample, tokens, ((len(prompt), len(tokens)),) if response else ())
+
+    def blocks(self, block: int) -> list[tuple[int, int]]:
+        """(first, end) of each block's own tokens, on the grid of its turn."""
+        return [
+            (at, min(at + block, end))
+            for first, end in self.turns
+            for at in range(first, end, block)
+        ]
 
 
 class Batch(NamedTuple):
@@ -42,6 +51,8 @@ class Batch(NamedTuple):
         block_masked: bool [rows, blocks, block], the noise.
         block_n_valid: int32 [rows, blocks], block length, or 0 where there is no block.
         block_weight: float32 [rows, blocks, block], loss weight of a position when it is masked.
+        block_follows: bool [rows, blocks], whether the noise is to be what the model leaves masked
+            of the same block in the first view (`on_policy.follow`).
     """
 
     tokens: Any
@@ -52,6 +63,7 @@ class Batch(NamedTuple):
     block_masked: Any
     block_n_valid: Any
     block_weight: Any
+    block_follows: Any
 
 
 def noise_levels(seed: int, epoch: int, sample: int, blocks: int) -> np.ndarray:
@@ -75,32 +87,31 @@ def block_noise(seed: int, epoch: int, sample: int, blocks: int, block: int) -> 
 
 
 def frontier_noise(
-    seed: int, epoch: int, sample: int, view: int, lengths: Sequence[int], block: int
+    seed: int, epoch: int, sample: int, lengths: Sequence[int], block: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks as the sampler meets them: known up to a frontier, past it masked but for islands.
+    """Blocks known up to a frontier and masked past it, as decoding from the left meets them.
 
     Args:
         seed: of the noise.
         epoch: of the noise.
         sample: its number.
-        view: 0, or 1 for the second view of a sample.
         lengths: response tokens of each block; the frontier is one of them.
         block: block length.
 
     Returns:
         masked, bool [blocks, block], and the factor of the loss weight, 1 at the frontier.
     """
-    rng = np.random.default_rng([seed, epoch, sample, _FRONTIER + view])
+    rng = np.random.default_rng([seed, epoch, sample, _FRONTIER])
     at = np.arange(block)[None]
-    frontier = (rng.random(len(lengths)) * np.asarray(lengths)).astype(int)[:, None]
-    island = (rng.random((len(lengths), block)) < ISLANDS) & (at < np.asarray(lengths)[:, None])
-    masked = (at >= frontier) & ~(island & (at > frontier))
-    return masked, FALL ** np.maximum(at - frontier, 0)
+    whole = rng.random(len(lengths)) < WHOLE
+    frontier = np.where(whole, 0, rng.random(len(lengths)) * np.asarray(lengths))
+    frontier = frontier.astype(int)[:, None]
+    return at >= frontier, FALL ** np.maximum(at - frontier, 0)
 
 
 def looks_decoded(seed: int, epoch: int, sample: int, share: float) -> bool:
     """Whether a sample gets frontier noise."""
-    return bool(np.random.default_rng([seed, epoch, sample, _FRONTIER + 2]).random() < share)
+    return bool(np.random.default_rng([seed, epoch, sample, _FRONTIER + 1]).random() < share)
 
 
 def make_batch(
@@ -130,7 +141,8 @@ def make_batch(
             full-weight padding teaches a model to end early.
         complementary: every block twice, the second time with the other positions masked, so that
             one clean pass serves a prediction of every token (Fast-dLLM v2's complementary masks).
-        frontier_share: share of the samples with frontier noise, in both views if there are two.
+        frontier_share: share of the samples with frontier noise. Their second view, if there is
+            one, follows the first.
     """
     rows, views = len(examples), 2 if complementary else 1
     tokens = np.full((rows, time), pad_id, np.int32)
@@ -139,24 +151,23 @@ def make_batch(
     block_tokens = np.full((rows, blocks, block), pad_id, np.int32)
     masked = np.zeros((views, rows, blocks, block), bool)
     weight = np.zeros((views, rows, blocks, block), np.float32)
+    follows = np.zeros((views, rows, blocks), bool)
     for r, example in enumerate(examples):
-        prompt, response = len(example.prompt), len(example.response)
-        tokens[r, : prompt + response] = [*example.prompt, *example.response]
-        target_weight[r, prompt : prompt + response] = 1.0
-        used = -(-response // block)
-        index[r, :used] = prompt + block * np.arange(used)
-        flat = block_tokens[r, :used].reshape(-1)
-        flat[:response] = example.response
-        block_tokens[r, :used] = flat.reshape(used, block)
-        flat_weight = np.full(used * block, pad_weight, np.float32)
-        flat_weight[:response] = 1.0
-        weight[:, r, :used] = flat_weight.reshape(used, block)
+        tokens[r, : len(example.tokens)] = example.tokens
+        for first, end in example.turns:
+            target_weight[r, first:end] = 1.0
+        grid = example.blocks(block)
+        used, lengths = len(grid), [end - first for first, end in grid]
+        for b, (first, end) in enumerate(grid):
+            index[r, b] = first
+            block_tokens[r, b, : end - first] = example.tokens[first:end]
+            weight[:, r, b] = pad_weight
+            weight[:, r, b, : end - first] = 1.0
         noise = (seed, epoch, example.sample)
         if looks_decoded(*noise, frontier_share):
-            lengths = [min(block, response - block * b) for b in range(used)]
-            for view in range(views):
-                masked[view, r, :used], factor = frontier_noise(*noise, view, lengths, block)
-                weight[view, r, :used] *= factor
+            masked[:, r, :used], factor = frontier_noise(*noise, lengths, block)
+            weight[:, r, :used] *= factor
+            follows[1:, r, :used] = True
         else:
             first = block_noise(*noise, used, block)
             masked[:, r, :used] = np.stack([first, ~first])[:views]
@@ -164,11 +175,12 @@ def make_batch(
     beside = lambda a: np.concatenate(list(a), axis=1)
     return Batch(
         tokens=tokens,
-        n_valid=np.asarray([e.length for e in examples], np.int32),
+        n_valid=np.asarray([len(e.tokens) for e in examples], np.int32),
         target_weight=target_weight,
         block_index=beside([index] * views),
         block_tokens=beside([block_tokens] * views),
         block_masked=beside(masked),
         block_n_valid=beside(np.where(masked.any(-1), block, 0).astype(np.int32)),
         block_weight=beside(weight),
+        block_follows=beside(follows),
     )

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clover_jax.config import ModelConfig
 from clover_jax.diffusion.corrupt import Batch
+from clover_jax.diffusion.on_policy import follow
 from clover_jax.env import Env
 from clover_jax.model.stack import StackStats
 from clover_jax.model.transformer import (
@@ -21,6 +22,7 @@ from clover_jax.model.transformer import (
     NoisyInput,
     Params,
     align_logits,
+    before_blocks,
     forward,
     unembed,
 )
@@ -35,6 +37,8 @@ class LossConfig:
         diffusion: masked-token loss of the blocks; 0 leaves the blocks out of the pass.
         diffusion_weighting: `unit`, or `inverse_t` divides a block's terms by its masked share
             (the likelihood bound).
+        follow_above: confidence above which a block that follows another has become known; None
+            where no block follows.
         balance: router load balance, per layer: experts · sum_e f_e P_e, `top_k` when balanced.
         router_z: squared logsumexp of the router logits (ST-MoE, arXiv 2202.08906).
         chunk: rows of logits that exist at once.
@@ -43,6 +47,7 @@ class LossConfig:
     ar: float = 1.0
     diffusion: float = 0.3
     diffusion_weighting: Literal["unit", "inverse_t"] = "unit"
+    follow_above: float | None = None
     balance: float = 0.01
     router_z: float = 0.0001
     chunk: int = 4096
@@ -77,6 +82,8 @@ def training_loss(
     """
     noisy = None
     if loss.diffusion:
+        if loss.follow_above is not None:
+            batch = follow(params, batch, forbidden, threshold=loss.follow_above, cfg=cfg, env=env)
         noisy = NoisyInput(
             batch.block_tokens, batch.block_masked, batch.block_n_valid, batch.block_index
         )
@@ -95,10 +102,7 @@ def training_loss(
         "router_z": z,
     }
     if loss.diffusion:
-        last = jnp.maximum(batch.block_index - 1, 0)
-        previous = jnp.take_along_axis(out.hidden.clean[:, None], last[..., None, None], axis=2)[
-            :, :, 0
-        ]
+        previous = before_blocks(out.hidden.clean, batch.block_index)
         hidden = align_logits(out.hidden.noisy, previous, cfg.logits_position)
         weight = jnp.where(batch.block_masked, batch.block_weight, 0.0)
         weight = jnp.where((batch.block_n_valid > 0)[..., None], weight, 0.0)

@@ -93,9 +93,8 @@ def reference_blocks(
     found = []
     for i, item in enumerate(items):
         example = to_example(tokenizer, item, thinking=thinking, sample=i)
-        prompt, response = list(example.prompt), list(example.response)
-        for start in range(0, len(response), block):
-            found.append(Block(i, prompt + response[:start], response[start : start + block]))
+        tokens = list(example.tokens)
+        found += [Block(i, tokens[:a], tokens[a:b]) for a, b in example.blocks(block)]
     return found
 
 

@@ -122,6 +122,14 @@ def align_logits(
     return jnp.concatenate([previous[..., None, :], x[..., :-1, :]], axis=-2)
 
 
+def before_blocks(
+    hidden: Float[Array, "rows time width"], index: Int[Array, "rows blocks"]
+) -> Float[Array, "rows blocks width"]:
+    """Clean hidden states of the last token before each block, `previous` of `align_logits`."""
+    last = jnp.maximum(index - 1, 0)
+    return jnp.take_along_axis(hidden[:, None], last[..., None, None], axis=2)[:, :, 0]
+
+
 def forward(
     params: Params,
     clean: CleanInput | None,

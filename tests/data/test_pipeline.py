@@ -45,13 +45,16 @@ def test_an_example_is_the_chat_and_its_answer(tokenizer):
     for index, thinking in ((0, True), (1, False)):
         item = tasks.item_at(MIX, 0, "train", index)
         got = to_example(tokenizer, item, thinking=thinking, sample=index)
-        prompt, response = (tokenizer.decode(ids, skip_special=False) for ids in got[1:])
+        [(first, end)] = got.turns
+        prompt, response = (
+            tokenizer.decode(ids, skip_special=False)
+            for ids in (got.tokens[:first], got.tokens[first:])
+        )
         assert item.prompt in prompt
         assert prompt.endswith("<think>\n" if thinking else "</think>\n\n")
         assert response == tasks.response_text(item, thinking) + "<|im_end|>"
-        assert got.response[-1] == tokenizer.end_of_turn_id
-        assert got.sample == index
-        assert got.length == len(got.prompt) + len(got.response)
+        assert got.tokens[-1] == tokenizer.end_of_turn_id
+        assert got.sample == index and end == len(got.tokens)
 
 
 def test_a_batch_depends_on_its_step_only(tokenizer):
@@ -76,14 +79,14 @@ def test_a_window_uses_each_of_its_samples_once(tokenizer, window):
     reader = batches(tokenizer)
     first, size = window * WINDOW * CONFIG.rows, WINDOW * CONFIG.rows
     examples = [reader.example(i) for i in range(first, first + size)]
-    fits = [e for e in examples if e.length <= 120 and -(-len(e.response) // BLOCK) <= 6]
+    fits = [e for e in examples if len(e.tokens) <= 120 and len(e.blocks(BLOCK)) <= 6]
     assert len(fits) > size / 2  # or this test would say little
     seen = [
         sample
         for step in range(window * WINDOW, (window + 1) * WINDOW)
         for sample in contents(reader.batch(step))
     ]
-    assert sorted(seen) == sorted((*e.prompt, *e.response) for e in fits)
+    assert sorted(seen) == sorted(tuple(e.tokens) for e in fits)
 
 
 def test_buckets_hold_their_samples(tokenizer):

@@ -5,6 +5,7 @@ import pytest
 
 from clover_jax.diffusion.corrupt import (
     FALL,
+    WHOLE,
     Example,
     block_noise,
     frontier_noise,
@@ -18,7 +19,7 @@ SAMPLES = 4000
 
 
 def example(sample: int, prompt: int, response: int) -> Example:
-    return Example(sample, range(PROMPT, PROMPT + prompt), range(1, response + 1))
+    return Example.single(sample, range(PROMPT, PROMPT + prompt), range(1, response + 1))
 
 
 # Responses of part of a block, of a whole one, of a block and its stop, of one token; no prompt.
@@ -130,6 +131,7 @@ def test_shapes_and_types():
         "block_masked": ((rows, blocks, block), np.bool_),
         "block_n_valid": ((rows, blocks), np.int32),
         "block_weight": ((rows, blocks, block), np.float32),
+        "block_follows": ((rows, blocks), np.bool_),
     }
     assert {name: (a.shape, a.dtype.type) for name, a in got._asdict().items()} == want
 
@@ -152,13 +154,13 @@ def test_a_row_by_hand():
 @pytest.mark.parametrize("r", range(len(EXAMPLES)))
 def test_blocks_tile_the_response_and_nothing_else(r):
     """Prompt tokens are in no block; every response token is in one, at its own position."""
-    got, prompt = batch(EXAMPLES), len(EXAMPLES[r].prompt)
+    got, prompt = batch(EXAMPLES), EXAMPLES[r].turns[0][0]
     used = got.block_n_valid[r] > 0
-    assert used.sum() == -(-len(EXAMPLES[r].response) // 4)
+    assert used.sum() == len(EXAMPLES[r].blocks(4))
     np.testing.assert_array_equal(got.block_n_valid[r], np.where(used, 4, 0))
     at = (got.block_index[r][:, None] + np.arange(4))[used].reshape(-1)
     np.testing.assert_array_equal(at, prompt + np.arange(at.size))
-    inside = at < EXAMPLES[r].length
+    inside = at < len(EXAMPLES[r].tokens)
     tokens, weight = (a[r][used].reshape(-1) for a in (got.block_tokens, got.block_weight))
     np.testing.assert_array_equal(tokens[inside], got.tokens[r][at[inside]])
     np.testing.assert_array_equal(tokens[~inside], PAD)
@@ -223,27 +225,25 @@ def test_complementary_views():
 
 
 def test_frontier_noise():
-    """Known up to the frontier, a masked response token; past it masked but for islands."""
-    frontiers, islands, past = [], 0, 0
+    """Known up to the frontier, a response token, and masked past it; often wholly masked."""
+    frontiers = []
     for sample in range(SAMPLES):
-        masked, factor = frontier_noise(0, 0, sample, 0, [8, 3], 8)
+        masked, factor = frontier_noise(0, 0, sample, [8, 3], 8)
         for row, weight, length in zip(masked, factor, (8, 3), strict=True):
             frontier = int(row.argmax())
             assert frontier < length
-            assert not row[:frontier].any() and row[length:].all()
+            assert not row[:frontier].any() and row[frontier:].all()
             np.testing.assert_allclose(weight[frontier:], FALL ** np.arange(8 - frontier))
-            islands += int((~row[frontier + 1 : length]).sum())
-            past += len(row[frontier + 1 : length])
         frontiers.append(masked.argmax(axis=-1))
-    counts = np.bincount(np.asarray(frontiers)[:, 0], minlength=8)
-    assert (abs(counts - SAMPLES / 8) < 5 * np.sqrt(SAMPLES / 8)).all()
-    assert abs(islands / past - 0.1) < 0.02
+    share = np.bincount(np.asarray(frontiers)[:, 0], minlength=8) / SAMPLES
+    want = np.full(8, (1 - WHOLE) / 8) + WHOLE * (np.arange(8) == 0)
+    assert (abs(share - want) < 5 * np.sqrt(want / SAMPLES)).all()
     one, again, other = (
-        np.stack([frontier_noise(0, 0, sample, view, [8, 3], 8)[0] for sample in range(SAMPLES)])
-        for view in (0, 0, 1)
+        np.stack([frontier_noise(seed, 0, sample, [8, 3], 8)[0] for sample in range(SAMPLES)])
+        for seed in (0, 0, 1)
     )
     np.testing.assert_array_equal(one, again)
-    assert (one != other).any(axis=(1, 2)).mean() > 0.8
+    assert (one != other).any(axis=(1, 2)).mean() > 0.5
 
 
 def test_share_of_samples_with_frontier_noise():
@@ -256,14 +256,30 @@ def test_share_of_samples_with_frontier_noise():
     for r, e in enumerate(EXAMPLES):
         same = all(np.array_equal(a[r], b[r]) for a, b in zip(plain, some, strict=True))
         assert same != looks_decoded(0, 0, e.sample, 0.5)
-        used = -(-len(e.response) // 4)
-        masked, factor = frontier_noise(
-            0, 0, e.sample, 1, [min(4, len(e.response) - 4 * b) for b in range(used)], 4
-        )
-        np.testing.assert_array_equal(every.block_masked[r, 3 : 3 + used], masked)
+        used = len(e.blocks(4))
+        masked, factor = frontier_noise(0, 0, e.sample, [b - a for a, b in e.blocks(4)], 4)
+        for view in (0, 3):
+            np.testing.assert_array_equal(every.block_masked[r, view : view + used], masked)
         np.testing.assert_allclose(
             every.block_weight[r, 3 : 3 + used], factor * plain.block_weight[r, :used], rtol=1e-6
         )
         assert (every.block_n_valid[r, 3 : 3 + used] == 4).all()
     for name in ("tokens", "target_weight", "block_index", "block_tokens"):
         np.testing.assert_array_equal(getattr(every, name), getattr(plain, name))
+    blocks = plain.block_n_valid[:, :3] > 0
+    np.testing.assert_array_equal(every.block_follows[:, 3:], blocks)
+    assert not every.block_follows[:, :3].any() and not plain.block_follows.any()
+
+
+def test_several_turns():
+    """Each turn has a grid of its own; what others wrote between is in no block and no target."""
+    tokens = [100, 101, 1, 2, 3, 4, 5, 102, 103, 6, 7]
+    got = batch([Example(0, tokens, ((2, 7), (9, 11)))])
+    assert got.block_index[0].tolist() == [2, 6, 9]
+    assert got.block_tokens[0].tolist() == [[1, 2, 3, 4], [5, PAD, PAD, PAD], [6, 7, PAD, PAD]]
+    low = np.float32(0.05)
+    assert got.block_weight[0].tolist() == [[1.0] * 4, [1.0, low, low, low], [1.0, 1.0, low, low]]
+    assert (
+        got.target_weight[0].tolist() == [0.0] * 2 + [1.0] * 5 + [0.0] * 2 + [1.0] * 2 + [0.0] * 5
+    )
+    assert got.n_valid[0] == 11

@@ -111,7 +111,7 @@ ONLY_DIFFUSION = LossConfig(ar=0.0, balance=0.0, router_z=0.0, diffusion=1.0)
 def numbered(prompt: int, response: int, sample: int = 0) -> Example:
     """No token stands next to its like."""
     tokens = list(range(1, prompt + response + 1))
-    return Example(sample, tokens[:prompt], tokens[prompt:])
+    return Example.single(sample, tokens[:prompt], tokens[prompt:])
 
 
 def laid_out(examples, *, masked: str = "noise") -> Batch:
@@ -348,7 +348,7 @@ def spoken(seed: int, prompt: int, response: int) -> Example:
     """Tokens 10 to 49; the prompt's second token is 50 + seed and stands nowhere else."""
     tokens = np.random.default_rng(seed).integers(10, 50, prompt + response)
     tokens[1] = 50 + seed
-    return Example(seed, tokens[:prompt].tolist(), tokens[prompt:].tolist())
+    return Example.single(seed, tokens[:prompt].tolist(), tokens[prompt:].tolist())
 
 
 SPOKEN = [spoken(0, 5, 11), spoken(1, 9, 3), spoken(2, 3, 16), spoken(3, 7, 8)]
