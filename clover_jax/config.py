@@ -9,6 +9,7 @@ settle it by a value.
 import dataclasses
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -249,6 +250,41 @@ def replace[T](config: T, **changes: Any) -> T:
     for head, inner in nested.items():
         flat[head] = replace(getattr(config, head), **inner)
     return dataclasses.replace(config, **flat)  # pyright: ignore[reportArgumentType]
+
+
+def override[T](config: T, settings: Sequence[str]) -> T:
+    """A copy of a config with `A.B=VALUE` settings applied, each a JSON value or a bare word.
+
+    A nested config that is None is made from its defaults and the settings.
+
+    Raises:
+        CloverError: no `=`, an unknown name, or a value of the wrong type or range.
+    """
+    kind = type(config)
+    for text in settings:
+        path, sign, value = text.partition("=")
+        if not sign:
+            raise CloverError(f"setting is {text!r}: expected NAME=VALUE, such as seed=1")
+        try:
+            read = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            read = value
+        fields: Any = msgspec.to_builtins(config)
+        *outer, last = path.split(".")
+        at = fields
+        for name in outer:
+            if at.get(name, ...) is None:
+                at[name] = {}
+            at = at.get(name)
+            if not isinstance(at, dict):
+                raise CloverError(f"setting {text!r}: {kind.__name__} has no part {name!r}")
+        at[last] = read
+        try:
+            _reject_unknown(fields, kind, "")
+            config = msgspec.convert(fields, kind)
+        except msgspec.MsgspecError as error:
+            raise CloverError(f"setting {text!r} does not fit: {error}") from None
+    return config
 
 
 def canonical_json(config: Any) -> str:

@@ -355,27 +355,17 @@ class RunFlags:
 
     Attributes:
         out: The run's folder; the trained model is in its subfolder `model`.
-        steps: Of the whole run.
-        rows: Samples per batch.
-        learning_rate: Peak.
-        warmup: Steps of linear warm-up.
-        decay_share: Share of the steps in which the rate falls to 0 at the end.
-        seed: Of start values, data and noise.
-        task: Task and its weight, such as gcd=2 (all tasks by default).
-        thinking_share: Share of the samples that think.
-        bucket: Row sizes as tokens x response blocks, such as 80x2, ascending.
+        config: Settings to start from: the run.json of another run of this kind.
+        set: A setting of the run, such as optimiser.steps=200 (see --dry-run for all of them).
+        dry_run: Print every setting, shapes, memory and steps; train nothing.
+        tensorboard: Write metrics for TensorBoard, too (extra `train`).
     """
 
     out: Annotated[Path, arg(metavar="DIR")]
-    steps: int = 1000
-    rows: int = 32
-    learning_rate: float = 3e-3
-    warmup: int = 50
-    decay_share: float = 0.3
-    seed: int = 0
-    task: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=WEIGHT")] = ()
-    thinking_share: float = 0.5
-    bucket: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TOKENSxBLOCKS")] = ()
+    config: OptionalFile = None
+    set: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUE")] = ()
+    dry_run: Switch = False
+    tensorboard: Switch = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -397,16 +387,9 @@ class TrainConvert(RunFlags):
 
     Attributes:
         checkpoint: Folder to start from.
-        diffusion: Weight of the diffusion loss beside the autoregressive one.
-        calibration_steps: Steps that fit the block operator before training.
-        frontier_share: Share of the samples whose blocks are known from the left, as in decoding.
     """
 
     checkpoint: Annotated[Path, arg(metavar="DIR")]
-    learning_rate: float = 1e-3
-    diffusion: float = 0.3
-    calibration_steps: int = 60
-    frontier_share: float = 0.0
 
 
 _CheckpointCommands = (

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -15,15 +15,18 @@ from rich.progress import Progress as Bar
 
 from clover_jax.cli.commands import TrainConvert, TrainPretrain
 from clover_jax.cli.compiled import keep_compiled_programs
-from clover_jax.data import tasks
-from clover_jax.data.pipeline import DataConfig
-from clover_jax.diffusion.loss import LossConfig
+from clover_jax.config import ModelConfig, from_canonical_json, override
+from clover_jax.data.tokenizer import Tokenizer
+from clover_jax.diffusion.generate import Generator
+from clover_jax.diffusion.sampling_config import SamplerConfig
+from clover_jax.env import Env
 from clover_jax.errors import CloverError
+from clover_jax.eval.held_out import evaluate as measure
+from clover_jax.model.transformer import Params
 from clover_jax.train import loop
 from clover_jax.train.calibrate import Residuals
-from clover_jax.train.step import OptimiserConfig
+from clover_jax.train.run_config import Evaluation, RunConfig, default_run
 
-FOLLOW_ABOVE = 0.9  # below the sampler's 0.95: states a little further on than it meets
 PLAIN_SECONDS = 10  # between lines in a pipe
 
 
@@ -37,62 +40,83 @@ def train(flags: TrainPretrain | TrainConvert) -> int:
             show(progress)
             check()
 
-        if isinstance(flags, TrainPretrain):
-            model = loop.pretrain(run, flags.out, report=report)
-        else:
+        def calibrated(residuals: Residuals) -> None:
+            print("\n".join(_residual_lines(residuals)), file=sys.stderr)
+            check()
 
-            def calibrated(residuals: Residuals) -> None:
-                before, after = np.nanmean(residuals.before), np.nanmean(residuals.after)
-                print(f"calibrated: relative residual {before:.3f} -> {after:.3f}", file=sys.stderr)
-                check()
-
-            model = loop.convert(run, flags.out, report=report, calibrated=calibrated)
+        model = loop.train(
+            run,
+            flags.out,
+            report=report,
+            calibrated=calibrated,
+            evaluate=None if run.evaluation is None else _evaluator(run.evaluation),
+        )
     print(model)
     return 0
 
 
-def run_config(flags: TrainPretrain | TrainConvert) -> loop.RunConfig:
+def run_config(flags: TrainPretrain | TrainConvert) -> RunConfig:
     """The run that the flags ask for.
 
     Raises:
-        CloverError: a value out of range.
+        CloverError: a setting that does not exist, or a value out of range.
     """
-    weights = tuple(_pair(text, "--task", "=", str, float) for text in flags.task)
-    buckets = tuple(_pair(text, "--bucket", "x", int, int) for text in flags.bucket)
-    mix = tasks.Mix(weights or tasks.MIX.weights, thinking_share=flags.thinking_share)
-    data = DataConfig(mix=mix, rows=flags.rows, seed=flags.seed)
-    if buckets:
-        data = dataclasses.replace(data, buckets=buckets)
-    pretrain = isinstance(flags, TrainPretrain)
-    if not pretrain:
-        data = dataclasses.replace(data, frontier_share=flags.frontier_share)
-    return loop.RunConfig(
-        kind="pretrain" if pretrain else "convert",
-        start=str(flags.checkpoint or flags.preset) if pretrain else str(flags.checkpoint),
-        data=data,
-        loss=LossConfig(
-            diffusion=0.0 if pretrain else flags.diffusion,
-            follow_above=FOLLOW_ABOVE if data.frontier_share else None,
-        ),
-        optimiser=OptimiserConfig(
-            learning_rate=flags.learning_rate,
-            steps=flags.steps,
-            warmup=flags.warmup,
-            decay_share=flags.decay_share,
-        ),
-        seed=flags.seed,
-        calibration_steps=0 if pretrain else flags.calibration_steps,
-    )
+    if isinstance(flags, TrainPretrain):
+        kind, start = "pretrain", str(flags.checkpoint or flags.preset)
+    else:
+        kind, start = "convert", str(flags.checkpoint)
+    run = default_run(kind, start)
+    if flags.config is not None:
+        run = from_canonical_json(_read(flags.config), RunConfig)
+        if run.kind != kind:
+            raise CloverError(f"--config {flags.config} is of a {run.kind} run: expected {kind}")
+        run = dataclasses.replace(run, start=start)
+    return override(run, flags.set)
 
 
-def _pair(text: str, flag: str, sign: str, first: Any, second: Any) -> tuple[Any, Any]:
-    left, _, right = text.partition(sign)
+def _read(path: Path) -> bytes:
     try:
-        return first(left), second(right)
-    except ValueError:
-        raise CloverError(
-            f"{flag} is {text!r}: expected two values with {sign!r} between"
-        ) from None
+        return path.read_bytes()
+    except OSError as error:
+        raise CloverError(f"--config {path} cannot be read: {error}") from None
+
+
+def _evaluator(evaluation: Evaluation) -> loop.Evaluate:
+    """Accuracy and tokens per forward of both modes, by the sampler that serves."""
+
+    def evaluate(cfg: ModelConfig, params: Params, tokenizer: Tokenizer) -> dict[str, float]:
+        generator = Generator(cfg, params, tokenizer=tokenizer, env=Env())
+        found: dict[str, float] = {}
+        for mode in ("ar",) if cfg.bd_gdn is None else ("ar", "block"):
+            for task in evaluation.tasks:
+                result = measure(
+                    generator,
+                    task,
+                    n=evaluation.n,
+                    split="val",
+                    thinking=True,
+                    mode=mode,
+                    sampling=SamplerConfig(),
+                    max_tokens=evaluation.max_tokens,
+                    batch=evaluation.batch,
+                )
+                found[f"eval_{mode}_{task}"] = result.accuracy
+                if mode == "block":
+                    found[f"eval_tpf_{task}"] = result.tpf
+        return found
+
+    return evaluate
+
+
+def _residual_lines(residuals: Residuals) -> list[str]:
+    """Per layer and block length, before and after."""
+    cell = lambda a, b: "--" if np.isnan(a) or np.isnan(b) else f"{a:.3f} ->{b:.2f}"
+    line = lambda name, cells: f"{name:<34}" + "".join(f"{x:>15}" for x in cells)
+    rows = enumerate(zip(residuals.before, residuals.after, strict=True))
+    return [
+        line("calibrated: relative residual at n", residuals.lengths),
+        *(line(f"GDN layer {i}", map(cell, before, after)) for i, (before, after) in rows),
+    ]
 
 
 @contextlib.contextmanager

@@ -37,6 +37,9 @@ class LossConfig:
         diffusion: masked-token loss of the blocks; 0 leaves the blocks out of the pass.
         diffusion_weighting: `unit`, or `inverse_t` divides a block's terms by its masked share
             (the likelihood bound).
+        certainty: entropy of the masked positions that are predicted right (confidence-aware
+            parallel training, LLaDA2.0, arXiv 2512.15745): makes right answers surer, and so more
+            of them pass the threshold. It also makes a model surer than it is right.
         follow_above: confidence above which a block that follows another has become known; None
             where no block follows.
         balance: router load balance, per layer: experts · sum_e f_e P_e, `top_k` when balanced.
@@ -47,6 +50,7 @@ class LossConfig:
     ar: float = 1.0
     diffusion: float = 0.3
     diffusion_weighting: Literal["unit", "inverse_t"] = "unit"
+    certainty: float = 0.0
     follow_above: float | None = None
     balance: float = 0.01
     router_z: float = 0.0001
@@ -59,6 +63,7 @@ class CrossEntropy(NamedTuple):
     loss: Float[Array, ""]  # nats
     correct: Float[Array, ""]
     weight: Float[Array, ""]
+    entropy: Float[Array, ""]  # nats, of the correct positions; 0 if not asked for
 
 
 def training_loss(
@@ -88,10 +93,10 @@ def training_loss(
             batch.block_tokens, batch.block_masked, batch.block_n_valid, batch.block_index
         )
     out = forward(params, CleanInput(batch.tokens, batch.n_valid), noisy, None, cfg=cfg, env=env)
-    entropy = lambda hidden, targets, weight: cross_entropy(
-        params, hidden, targets, weight, forbidden, chunk=loss.chunk
+    entropy = lambda hidden, targets, weight, certainty: cross_entropy(
+        params, hidden, targets, weight, forbidden, chunk=loss.chunk, certainty=certainty
     )
-    ar = entropy(out.hidden.clean[:, :-1], batch.tokens[:, 1:], batch.target_weight[:, 1:])
+    ar = entropy(out.hidden.clean[:, :-1], batch.tokens[:, 1:], batch.target_weight[:, 1:], False)
     balance, z = router_losses(out.stats, cfg)
     per_weight = lambda x, e: x / jnp.where(e.weight > 0, e.weight, jnp.float32(1))
     total = loss.ar * per_weight(ar.loss, ar) + loss.balance * balance + loss.router_z * z
@@ -109,8 +114,11 @@ def training_loss(
         if loss.diffusion_weighting == "inverse_t":
             share = jnp.mean(batch.block_masked.astype(jnp.float32), axis=-1, keepdims=True)
             weight = weight / jnp.maximum(share, jnp.float32(1e-3))
-        diffusion = entropy(hidden, batch.block_tokens, weight)
+        diffusion = entropy(hidden, batch.block_tokens, weight, loss.certainty > 0)
         total = total + loss.diffusion * per_weight(diffusion.loss, diffusion)
+        if loss.certainty:
+            parts["certainty"] = per_weight(diffusion.entropy, diffusion)
+            total = total + loss.certainty * parts["certainty"]
         parts |= {
             "diffusion_loss": per_weight(diffusion.loss, diffusion),
             "diffusion_accuracy": per_weight(diffusion.correct, diffusion),
@@ -128,8 +136,12 @@ def cross_entropy(
     forbidden: Bool[Array, " vocab"],
     *,
     chunk: int,
+    certainty: bool = False,
 ) -> CrossEntropy:
-    """Weighted cross entropy, `chunk` rows of logits at a time, recomputed in the backward pass."""
+    """Weighted cross entropy, `chunk` rows of logits at a time, recomputed in the backward pass.
+
+    With `certainty` also the weighted entropy of the positions whose best token is the target.
+    """
     width = hidden.shape[-1]
     hidden, targets, weight = hidden.reshape(-1, width), targets.reshape(-1), weight.reshape(-1)
     extra = -targets.shape[0] % chunk if targets.shape[0] > chunk else 0
@@ -141,9 +153,19 @@ def cross_entropy(
         hidden, targets, weight = args
         logits = jnp.where(forbidden[None], -jnp.inf, unembed(params, hidden))
         own = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-        loss = jnp.where(weight > 0, jax.nn.logsumexp(logits, axis=-1) - own, 0.0)
+        total = jax.nn.logsumexp(logits, axis=-1)
+        loss = jnp.where(weight > 0, total - own, 0.0)
         correct = (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
-        return CrossEntropy(jnp.sum(weight * loss), jnp.sum(weight * correct), jnp.sum(weight))
+        entropy = jnp.zeros_like(loss)
+        if certainty:
+            finite = jnp.where(forbidden[None], 0.0, logits)
+            entropy = total - jnp.sum(jax.nn.softmax(logits, axis=-1) * finite, axis=-1)
+        return CrossEntropy(
+            jnp.sum(weight * loss),
+            jnp.sum(weight * correct),
+            jnp.sum(weight),
+            jnp.sum(weight * correct * entropy),
+        )
 
     size = min(chunk, targets.shape[0])
     chunked = (hidden.reshape(-1, size, width), targets.reshape(-1, size), weight.reshape(-1, size))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from clover_jax.config import ModelConfig
@@ -18,6 +19,8 @@ from clover_jax.env import Env
 from clover_jax.model.coreset import coreset
 from clover_jax.params import ParamSpec, normal
 from pallas_kernels.grouped_matmul import expert_glu
+
+ROUTING = "routing"  # the name under which rematerialisation keeps the chosen experts
 
 
 @struct.dataclass
@@ -146,7 +149,8 @@ def route(
         expert = jnp.concatenate([expert[:, :-size], restricted], axis=1)
         margin = jnp.concatenate([margin[:, :-size], jnp.minimum(margin[:, -size:], gap)], axis=1)
         coreset_margin = jnp.min(crossing, axis=1)
-    expert = jnp.sort(expert, axis=-1)
+    # A recomputation under remat takes these: a rounding may not change which experts ran.
+    expert = checkpoint_name(jnp.sort(expert, axis=-1), ROUTING)
     if m.norm_topk_prob:  # the renormalised probabilities, also where those round to 0
         weight = jax.nn.softmax(jnp.take_along_axis(logits, expert, axis=-1), axis=-1)
     else:

@@ -30,7 +30,7 @@ from clover_jax.model.block import (
     linear_layer,
     linear_layer_specs,
 )
-from clover_jax.model.moe import RouterStats
+from clover_jax.model.moe import ROUTING, RouterStats
 from clover_jax.params import stack
 
 
@@ -136,7 +136,8 @@ def apply_stack(
         )
         return (streams, own if writes else None), (linear_stats, full_stats, values)
 
-    body = jax.checkpoint(group) if env.remat else group
+    keep = jax.checkpoint_policies.save_only_these_names(ROUTING)
+    body = jax.checkpoint(group, policy=keep) if env.remat else group
     by_group = None
     if allowed is not None:
         by_group = allowed.reshape(cfg.num_groups, cfg.full_attention_interval, -1)

@@ -6,6 +6,7 @@ half of them partly masked, each GDN layer's block values on its causal values a
 positions, both after the gated norm's normalisation.
 """
 
+import json
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +36,17 @@ class Residuals(NamedTuple):
     lengths: tuple[int, ...]
     before: np.ndarray  # [linear_layers, lengths]
     after: np.ndarray
+
+    def to_json(self) -> str:
+        """{"lengths": [...], "before": [[...]], "after": [[...]]}; null where nothing was seen."""
+        table = lambda a: [[None if np.isnan(x) else round(float(x), 6) for x in row] for row in a]
+        return json.dumps(
+            {
+                "lengths": self.lengths,
+                "before": table(self.before),
+                "after": table(self.after),
+            }
+        )
 
 
 def block_lengths(block: int) -> tuple[int, ...]:

@@ -1,9 +1,10 @@
-"""Runs that can be interrupted: pre-training from nothing, and conversion of a checkpoint.
+"""Runs that can be interrupted: pre-training, conversion of a checkpoint, fine-tuning.
 
 A run lives in a folder of its own:
 
     run.json        what was asked for; a resumed run must ask for the same
-    source/         conversion only: the Clover folder it started from, after calibration
+    calibration.json  residuals of the block operator, before and after
+    source/         not in pre-training: the Clover folder it started from, after calibration
     tokenizer/      pre-training from nothing only: trained on the first samples
     checkpoints/    orbax; parameters, optimiser, step
     log.jsonl       one line of metrics per logged step
@@ -18,52 +19,31 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jaxtyping import Array, Bool
 
 from clover_jax import checkpoint
 from clover_jax.config import ModelConfig, canonical_json
 from clover_jax.data import bpe, tasks
-from clover_jax.data.pipeline import DataConfig, TaskBatches
+from clover_jax.data.pipeline import TaskBatches
 from clover_jax.data.tokenizer import Tokenizer
-from clover_jax.diffusion.loss import LossConfig, as_arrays, training_loss
+from clover_jax.diffusion.loss import as_arrays, training_loss
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
 from clover_jax.model.transformer import Params, param_specs, restack, unstack
 from clover_jax.params import initialise
 from clover_jax.presets import PRESETS
 from clover_jax.train.calibrate import Residuals, calibrate
-from clover_jax.train.step import OptimiserConfig, TrainState, init_state, train_step
+from clover_jax.train.run_config import LOG_EVERY, RunConfig
+from clover_jax.train.step import TrainState, init_state, train_step
 
 ENV = Env(moe_tile=128)  # a batch gives every expert hundreds of rows
 VALIDATION_BATCHES = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """What a run is asked to do.
-
-    Attributes:
-        kind: `pretrain` (clean stream only) or `convert` (both streams).
-        start: a preset's name (pre-training from nothing), or a checkpoint folder.
-        data: what it reads.
-        loss: weights of the terms.
-        optimiser: rates and steps.
-        seed: of the start values.
-        calibration_steps: conversion only.
-    """
-
-    kind: str
-    start: str
-    data: DataConfig
-    loss: LossConfig
-    optimiser: OptimiserConfig
-    seed: int = 0
-    calibration_steps: int = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,24 +58,48 @@ class Progress:
 
 
 Report = Callable[[Progress], None]
+Evaluate = Callable[[ModelConfig, Params, Tokenizer], dict[str, float]]
 
 
-def pretrain(run: RunConfig, folder: Path, *, report: Report, save_seconds: float = 120.0) -> Path:
-    """Train an autoregressive model, a preset from nothing or a folder further.
+class _Start(NamedTuple):
+    """Where the steps begin."""
 
-    A preset's parent has no block operator, no mask token and no coreset: it is a Qwen3.6 model.
+    cfg: ModelConfig
+    params: Params
+    files: Path  # tokenizer and other files that the model folder gets
+
+
+def train(
+    run: RunConfig,
+    folder: Path,
+    *,
+    report: Report,
+    calibrated: Callable[[Residuals], None] = lambda _: None,
+    evaluate: Evaluate | None = None,
+    save_seconds: float = 120.0,
+) -> Path:
+    """Do a run, or what is left of it.
+
+    Args:
+        run: what to do.
+        folder: the run's own.
+        report: called with every line of the log.
+        calibrated: called with the residuals if the block operator was calibrated.
+        evaluate: scores of a model, where `run.evaluation` asks for them.
+        save_seconds: time between checkpoints.
 
     Returns:
         The model folder.
 
     Raises:
-        CloverError: no such preset or folder, or the run's folder belongs to another run.
+        CloverError: the start cannot be loaded, or the folder belongs to another run.
     """
-    if run.loss.diffusion:
-        raise CloverError(
-            f"pre-training has no blocks, but the diffusion loss has weight {run.loss.diffusion}: "
-            "expected 0"
-        )
+    start = _base(run, folder) if run.kind == "pretrain" else _clover(run, folder, calibrated)
+    return _run(run, folder, start, report, evaluate, save_seconds)
+
+
+def _base(run: RunConfig, folder: Path) -> _Start:
+    """A preset without block operator, mask token and coreset (a Qwen3.6 model), or a folder."""
     if run.start not in PRESETS:
         files = Path(run.start)
         if not files.is_dir():
@@ -106,14 +110,13 @@ def pretrain(run: RunConfig, folder: Path, *, report: Report, save_seconds: floa
         checkpoint.inspect(files).require_loadable()
         _claim(run, folder)
         cfg, params, _ = checkpoint.load(files, dtype="float32")
-    else:
-        cfg = _base_of_preset(run.start)
-        _claim(run, folder)
-        files = folder / "tokenizer"
-        if not (files / "tokenizer_config.json").exists():
-            _train_tokenizer(run, cfg, files)
-        params = initialise(param_specs(cfg), jax.random.key(run.seed))
-    return _run(run, folder, cfg, params, Tokenizer.load(files), files, report, save_seconds)
+        return _Start(cfg, params, files)
+    cfg = _base_of_preset(run.start)
+    _claim(run, folder)
+    files = folder / "tokenizer"
+    if not (files / "tokenizer_config.json").exists():
+        _train_tokenizer(run, cfg, files)
+    return _Start(cfg, initialise(param_specs(cfg), jax.random.key(run.seed)), files)
 
 
 def _base_of_preset(name: str) -> ModelConfig:
@@ -127,19 +130,8 @@ def _base_of_preset(name: str) -> ModelConfig:
     return cfg
 
 
-def convert(
-    run: RunConfig,
-    folder: Path,
-    *,
-    report: Report,
-    calibrated: Callable[[Residuals], None],
-    save_seconds: float = 120.0,
-) -> Path:
-    """Calibrate and train a Qwen3.6 or Clover folder on both streams; returns the model folder.
-
-    Raises:
-        CloverError: the source cannot be loaded, or the folder belongs to another run.
-    """
+def _clover(run: RunConfig, folder: Path, calibrated: Callable[[Residuals], None]) -> _Start:
+    """A Clover folder, or a Qwen3.6 one with a block operator added; calibrated if asked for."""
     source = folder / "source"
     start = Path(run.start)
     if not source.exists():
@@ -150,17 +142,16 @@ def convert(
             checkpoint.convert(start, folder / "uncalibrated", overwrite=True)
             start = folder / "uncalibrated"
         cfg, params, _ = checkpoint.load(start, dtype="float32")
-        tokenizer = Tokenizer.load(start)
-        batches = TaskBatches(tokenizer, run.data, block=cfg.block_length)
+        batches = TaskBatches(Tokenizer.load(start), run.data, block=cfg.block_length)
         if run.calibration_steps:
             examples = [batches.batch(step) for step in range(run.calibration_steps)]
             params, residuals = calibrate(params, examples, cfg=cfg, env=ENV)
+            (folder / "calibration.json").write_text(residuals.to_json())
             calibrated(residuals)
         checkpoint.save(source, cfg, params, files_from=start)
         shutil.rmtree(folder / "uncalibrated", ignore_errors=True)
     cfg, params, _ = checkpoint.load(source, dtype="float32")
-    tokenizer = Tokenizer.load(source)
-    return _run(run, folder, cfg, params, tokenizer, source, report, save_seconds)
+    return _Start(cfg, params, source)
 
 
 def _claim(run: RunConfig, folder: Path) -> None:
@@ -194,28 +185,31 @@ def _train_tokenizer(run: RunConfig, cfg: ModelConfig, folder: Path) -> None:
 def _run(
     run: RunConfig,
     folder: Path,
-    cfg: ModelConfig,
-    params: Params,
-    tokenizer: Tokenizer,
-    files_from: Path,
+    start: _Start,
     report: Report,
+    evaluate: Evaluate | None,
     save_seconds: float,
 ) -> Path:
+    cfg, params, files = start
+    tokenizer = Tokenizer.load(files)
+    env = dataclasses.replace(ENV, remat=run.remat)
     batches = TaskBatches(tokenizer, run.data, block=cfg.block_length)
     forbidden = np.arange(cfg.vocab_size) >= tokenizer.vocab_size
     if tokenizer.mask_id is not None:
         forbidden[tokenizer.mask_id] = True
-    forbidden = jnp.asarray(forbidden)
+    steps = _Steps(run, batches, cfg, env, jnp.asarray(forbidden))
     # Committed to a device as a restored state is, so that both take one compiled step.
-    state = jax.device_put(init_state(unstack(params), run.optimiser), jax.devices()[0])
+    state = init_state(params if run.remat else unstack(params), run.optimiser)
+    state = jax.device_put(state, jax.devices()[0])
     options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
     _discard_unfinished(folder / "checkpoints")
     with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
         state = _restore(manager, state)
         log = _Log(folder / "log.jsonl", int(state.step))
         saved = time.monotonic()
-        remaining = _steps(state, run, batches, cfg, forbidden)
-        for state, line in remaining:
+        for state, line in steps.take(state):  # noqa: B020 (the generator keeps the first)
+            if evaluate is not None and _is_evaluated(run, line.step):
+                line.metrics.update(evaluate(cfg, state.params, tokenizer))
             log.append(line.step, line.metrics)
             due = line.step == line.steps or time.monotonic() - saved > save_seconds
             try:
@@ -227,7 +221,7 @@ def _run(
                 if due:
                     manager.save(line.step, args=ocp.args.StandardSave(state))
                     saved = time.monotonic()
-    final = _validate(state, run, batches, cfg, forbidden)
+    final = steps.validate(state)
     report(Progress(run.optimiser.steps, run.optimiser.steps, final, 0.0, 0.0))
     log.append(run.optimiser.steps, final)
     model = folder / "model"
@@ -236,10 +230,15 @@ def _run(
         cfg,
         restack(state.params, cfg),
         dtype="bfloat16",
-        files_from=files_from,
+        files_from=files,
         overwrite=True,
     )
     return model
+
+
+def _is_evaluated(run: RunConfig, step: int) -> bool:
+    e = run.evaluation
+    return e is not None and (step % e.every == 0 or step == run.optimiser.steps)
 
 
 def _discard_unfinished(folder: Path) -> None:
@@ -282,55 +281,63 @@ def _is_before(line: dict[str, Any], step: int) -> bool:
     return line["step"] <= step and "val_loss" not in line
 
 
-def _steps(
-    state: TrainState, run: RunConfig, batches: TaskBatches, cfg: ModelConfig, forbidden: Any
-) -> Iterator[tuple[TrainState, Progress]]:
-    """All remaining steps, ten at a time, with a line averaged over them."""
-    every, total = 10, run.optimiser.steps
-    pending: list[dict[str, Any]] = []
-    tokens, began, first = 0, time.monotonic(), int(state.step)
-    for step in range(first, total):
-        batch = batches.batch(step)
-        state, metrics = train_step(
-            state,
-            as_arrays(batch),
-            forbidden,
-            jnp.float32(run.optimiser.rate(step)),
-            cfg=cfg,
-            env=ENV,
-            loss=run.loss,
-            optimiser=run.optimiser.rule,
-        )
-        pending.append(metrics)
-        tokens += int(batch.n_valid.sum())
-        if (step + 1) % every == 0 or step + 1 == total:
-            # Read the device every `every` steps only, so that it never waits for the host.
-            read = jax.device_get(pending)
-            mean = {k: float(np.mean([m[k] for m in read])) for k in read[0]}
-            elapsed = time.monotonic() - began
-            left = elapsed / (step + 1 - first) * (total - step - 1)
-            line = Progress(step + 1, total, mean, tokens / elapsed, left)
-            pending = []
-            yield state, line
+@dataclasses.dataclass(frozen=True)
+class _Steps:
+    """The steps of a run, and its validation."""
 
+    run: RunConfig
+    batches: TaskBatches
+    cfg: ModelConfig
+    env: Env
+    forbidden: Bool[Array, " vocab"]
 
-def _validate(
-    state: TrainState, run: RunConfig, batches: TaskBatches, cfg: ModelConfig, forbidden: Any
-) -> dict[str, float]:
-    """Mean metrics of a few batches of the `val` split."""
-    loss = jax.jit(training_loss, static_argnames=("cfg", "env", "loss"))
-    held_out = TaskBatches(batches.tokenizer, run.data, block=cfg.block_length, split="val")
-    read = [
-        jax.device_get(
-            loss(
-                state.params,
-                as_arrays(held_out.batch(i)),
-                forbidden,
-                cfg=cfg,
-                env=ENV,
-                loss=run.loss,
-            )[1]
+    def take(self, state: TrainState) -> Iterator[tuple[TrainState, Progress]]:
+        """All remaining steps, `LOG_EVERY` at a time, with a line averaged over them."""
+        optimiser = self.run.optimiser
+        total = optimiser.steps
+        pending: list[dict[str, Any]] = []
+        tokens, began, first = 0, time.monotonic(), int(state.step)
+        for step in range(first, total):
+            batch = self.batches.batch(step)
+            state, metrics = train_step(
+                state,
+                as_arrays(batch),
+                self.forbidden,
+                jnp.float32(optimiser.rate(step)),
+                cfg=self.cfg,
+                env=self.env,
+                loss=self.run.loss,
+                optimiser=optimiser.rule,
+            )
+            pending.append(metrics)
+            tokens += int(batch.n_valid.sum())
+            if (step + 1) % LOG_EVERY == 0 or step + 1 == total:
+                # Read the device every `LOG_EVERY` steps only, so that it never waits for the host.
+                read = jax.device_get(pending)
+                mean = {k: float(np.mean([m[k] for m in read])) for k in read[0]}
+                elapsed = time.monotonic() - began
+                left = elapsed / (step + 1 - first) * (total - step - 1)
+                line = Progress(step + 1, total, mean, tokens / elapsed, left)
+                pending = []
+                yield state, line
+
+    def validate(self, state: TrainState) -> dict[str, float]:
+        """Mean metrics of a few batches of the `val` split."""
+        loss = jax.jit(training_loss, static_argnames=("cfg", "env", "loss"))
+        batches = TaskBatches(
+            self.batches.tokenizer, self.run.data, block=self.cfg.block_length, split="val"
         )
-        for i in range(VALIDATION_BATCHES)
-    ]
-    return {f"val_{k}": float(np.mean([m[k] for m in read])) for k in read[0]}
+        read = [
+            jax.device_get(
+                loss(
+                    state.params,
+                    as_arrays(batches.batch(i)),
+                    self.forbidden,
+                    cfg=self.cfg,
+                    env=self.env,
+                    loss=self.run.loss,
+                )[1]
+            )
+            for i in range(VALIDATION_BATCHES)
+        ]
+        return {f"val_{k}": float(np.mean([m[k] for m in read])) for k in read[0]}

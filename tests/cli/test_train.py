@@ -1,5 +1,6 @@
 """`clover train` around a run that does nothing: what it is asked, what is shown, how it stops."""
 
+import dataclasses
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -9,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clover_jax.config import canonical_json, override
 from clover_jax.train import loop
 from clover_jax.train.calibrate import Residuals
-from clover_jax.train.loop import Progress, RunConfig
+from clover_jax.train.loop import Progress
+from clover_jax.train.run_config import RunConfig, default_run
 from tests.cli.conftest import Clover
 
 type Body = Callable[[Callable[[Progress], None]], None]
@@ -22,18 +25,16 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RunConfig]]:
     """The runs that were asked for; each reports twice."""
     asked: list[RunConfig] = []
 
-    def pretrain(run: RunConfig, folder: Path, *, report: Any) -> Path:
+    def train(run: RunConfig, folder: Path, *, report: Any, calibrated: Any, evaluate: Any) -> Path:
         asked.append(run)
+        if run.calibration_steps:
+            after = np.array([[0.25, 0.125], [np.nan, 0.5]])
+            calibrated(Residuals((1, 2), np.full((2, 2), 0.5), after))
         report(progress(10, 20))
         report(progress(20, 20))
         return folder / "model"
 
-    def convert(run: RunConfig, folder: Path, *, report: Any, calibrated: Any) -> Path:
-        calibrated(Residuals((1, 2), np.full((3, 2), 0.5), np.full((3, 2), 0.25)))
-        return pretrain(run, folder, report=report)
-
-    monkeypatch.setattr(loop, "pretrain", pretrain)
-    monkeypatch.setattr(loop, "convert", convert)
+    monkeypatch.setattr(loop, "train", train)
     yield asked
 
 
@@ -43,35 +44,48 @@ def progress(step: int, steps: int) -> Progress:
 
 
 def test_flags_become_a_pretraining_run(clover: Clover, runs: list[RunConfig], tmp_path: Path):
-    arguments = (
-        "--preset clover_tiny --steps 20 --rows 4 --learning-rate 0.01 --warmup 3 --seed 9 "
-        "--task gcd=2 --task products=1.5 --thinking-share 0.25 --bucket 48x1 --bucket 80x2"
-    )
-    ran = clover("train", "pretrain", "--out", tmp_path, *arguments.split())
+    settings = ("seed=9", "optimiser.steps=20", 'data.mix.weights=[["gcd",2]]')
+    flags = [x for text in settings for x in ("--set", text)]
+    ran = clover("train", "pretrain", "--out", tmp_path, "--preset", "clover_tiny", *flags)
     assert ran.status == 0 and ran.out == f"{tmp_path / 'model'}\n"
     [run] = runs
-    assert (run.kind, run.start, run.seed) == ("pretrain", "clover_tiny", 9)
-    assert run.loss.diffusion == 0
-    assert (run.optimiser.steps, run.optimiser.learning_rate, run.optimiser.warmup) == (20, 0.01, 3)
-    assert (run.data.rows, run.data.seed) == (4, 9)
-    assert run.data.buckets == ((48, 1), (80, 2))
-    assert run.data.mix.weights == (("gcd", 2.0), ("products", 1.5))
-    assert run.data.mix.thinking_share == 0.25
+    assert run == override(default_run("pretrain", "clover_tiny"), settings)
+    assert (run.seed, run.optimiser.steps, run.data.mix.weights) == (9, 20, (("gcd", 2.0),))
 
 
 def test_a_folder_to_go_on_from(clover: Clover, runs: list[RunConfig], tmp_path: Path):
     ran = clover("train", "pretrain", "--out", tmp_path, "--checkpoint", "base")
     assert ran.status == 0
-    assert (runs[0].kind, runs[0].start) == ("pretrain", "base")
+    assert runs == [default_run("pretrain", "base")]
 
 
-def test_flags_become_a_conversion(clover: Clover, runs: list[RunConfig], tmp_path: Path):
-    arguments = "--checkpoint base --diffusion 0.7 --calibration-steps 5"
-    ran = clover("train", "convert", "--out", tmp_path, *arguments.split())
-    assert ran.status == 0 and "0.500 -> 0.250" in ran.err
-    [run] = runs
-    assert (run.kind, run.start) == ("convert", "base")
-    assert (run.loss.diffusion, run.calibration_steps) == (0.7, 5)
+def test_residuals_of_a_calibration_are_shown(
+    clover: Clover, runs: list[RunConfig], tmp_path: Path
+):
+    ran = clover("train", "convert", "--out", tmp_path, "--checkpoint", "base")
+    assert ran.status == 0 and runs == [default_run("convert", "base")]
+    lines = [line.split() for line in ran.err.splitlines()[:3]]
+    assert lines[0][-2:] == ["1", "2"]
+    assert lines[1] == ["GDN", "layer", "0", "0.500", "->0.25", "0.500", "->0.12"]
+    assert lines[2] == ["GDN", "layer", "1", "--", "0.500", "->0.50"]
+
+
+def test_settings_of_another_run(clover: Clover, runs: list[RunConfig], tmp_path: Path):
+    """`--config` takes them from its run.json; `--set` comes after; the start is this command's."""
+    other = override(default_run("convert", "elsewhere"), ["seed=5", "optimiser.steps=7"])
+    path = tmp_path / "run.json"
+    path.write_text(canonical_json(other))
+    command = ("train", "convert", "--out", tmp_path / "run", "--checkpoint", "base")
+    assert clover(*command, "--config", path, "--set", "seed=6").status == 0
+    assert runs == [dataclasses.replace(other, start="base", seed=6)]
+    refused = clover("train", "pretrain", "--out", tmp_path / "run", "--config", path)
+    assert refused.status == 2 and "expected pretrain" in refused.err
+    missing = clover(*command, "--config", tmp_path / "none.json")
+    assert missing.status == 2 and "none.json" in missing.err
+    path.write_text("{}")
+    assert clover(*command, "--config", path).status == 2
+    bad = clover(*command, "--set", "optimiser.steps=0")
+    assert bad.status == 2 and "steps is 0" in bad.err
 
 
 def test_piped_progress_is_lines(clover: Clover, runs: list[RunConfig], tmp_path: Path):
@@ -83,12 +97,12 @@ def test_piped_progress_is_lines(clover: Clover, runs: list[RunConfig], tmp_path
 
 
 def test_lines_come_at_intervals(clover: Clover, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    def pretrain(run: RunConfig, folder: Path, *, report: Any) -> Path:
+    def train(run: RunConfig, folder: Path, *, report: Any, **_: Any) -> Path:
         for step in range(1, 6):
             report(progress(step, 5))
         return folder
 
-    monkeypatch.setattr(loop, "pretrain", pretrain)
+    monkeypatch.setattr(loop, "train", train)
     lines = clover("train", "pretrain", "--out", tmp_path).err.splitlines()
     assert [line.split()[1] for line in lines] == ["1/5", "5/5"]
 
@@ -99,7 +113,7 @@ def test_interrupt_waits_for_the_next_report(
     """The run is not torn apart in mid-step: the exception comes out of `report`."""
     seen: list[str] = []
 
-    def pretrain(run: RunConfig, folder: Path, *, report: Any) -> Path:
+    def train(run: RunConfig, folder: Path, *, report: Any, **_: Any) -> Path:
         os.kill(os.getpid(), signal.SIGINT)
         seen.append("step finished")
         try:
@@ -109,7 +123,7 @@ def test_interrupt_waits_for_the_next_report(
         seen.append("went on")
         return folder
 
-    monkeypatch.setattr(loop, "pretrain", pretrain)
+    monkeypatch.setattr(loop, "train", train)
     before = signal.getsignal(signal.SIGINT)
     ran = clover("train", "pretrain", "--out", tmp_path)
     assert ran.status == 130
@@ -121,11 +135,11 @@ def test_interrupt_waits_for_the_next_report(
 def test_second_interrupt_does_not_wait(
     clover: Clover, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    def pretrain(run: RunConfig, folder: Path, *, report: Any) -> Path:
+    def train(run: RunConfig, folder: Path, *, report: Any, **_: Any) -> Path:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("went on")
 
-    monkeypatch.setattr(loop, "pretrain", pretrain)
+    monkeypatch.setattr(loop, "train", train)
     ran = clover("train", "pretrain", "--out", tmp_path)
     assert ran.status == 130 and "last save" in ran.err

@@ -76,6 +76,35 @@ def test_gradient_of_chunks_is_numpys():
     np.testing.assert_array_equal(np.asarray(got)[:, FORBIDDEN], 0)
 
 
+def test_entropy_of_right_positions_is_numpys():
+    """Value and gradient (by central differences) of the sum over positions predicted right."""
+
+    def numpys(lm_head: np.ndarray) -> float:
+        allowed, total = np.flatnonzero(~FORBIDDEN), 0.0
+        for h, target, w in zip(HIDDEN.astype(np.float64), TARGETS, WEIGHT, strict=True):
+            logits = h @ lm_head.astype(np.float64)[:, allowed]
+            prob = np.exp(logits) / np.exp(logits).sum()
+            if allowed[prob.argmax()] == target:
+                total -= w * (prob * np.log(prob)).sum()
+        return total
+
+    measure = lambda w: (
+        cross_entropy(
+            head(w),
+            *map(jnp.asarray, (HIDDEN, TARGETS, WEIGHT, FORBIDDEN)),
+            chunk=4,
+            certainty=True,
+        ).entropy
+    )
+    np.testing.assert_allclose(measure(jnp.asarray(HEAD)), numpys(HEAD), rtol=1e-5)
+    assert numpys(HEAD) > 0.1 and entropy().entropy == 0
+    gradient = np.asarray(jax.grad(measure)(jnp.asarray(HEAD)), np.float64)
+    for seed in range(3):
+        step = 1e-5 * np.random.default_rng(seed).normal(size=HEAD.shape)
+        rise = numpys(HEAD + step) - numpys(HEAD - step)
+        np.testing.assert_allclose((gradient * 2 * step).sum(), rise, rtol=1e-3)
+
+
 def test_leading_axes_do_not_matter():
     two = [np.concatenate([a, a[:1]]).reshape(3, 4, *a.shape[1:]) for a in (HIDDEN, TARGETS)]
     weight = np.concatenate([WEIGHT, np.zeros(1, np.float32)]).reshape(3, 4)

@@ -133,6 +133,36 @@ def test_every_weight_learns():
         assert (each > 1e-6).all(), name
 
 
+def test_rematerialisation_keeps_the_routing():
+    """Of a layer group only its inputs and the experts it chose are kept; gradients are equal."""
+    cfg = CFG.replace(**{"delta.chunk": 4})
+
+    def of_sum(params, env):
+        logits, *_ = both_streams(
+            params, *map(jnp.asarray, (TOKENS, DRAFT, MASKED)), cfg=cfg, env=env
+        )
+        parts = zip(logits, WEIGHTS, VALID, strict=True)
+        return sum(jnp.sum(jnp.where(v[..., None], x * w, 0.0)) for x, w, v in parts)
+
+    env = Env(moe_path="dense", boundary_batch=1, remat=True)
+    params = jax.tree.map(jnp.asarray, random_params(CFG))
+    routing = (ROWS, TIME + INDEX.shape[1] * BLOCK, CFG.moe.top_k)
+
+    def kept(env: Env) -> int:
+        """Saved integer arrays of the routing's shape, layers stacked."""
+        _, pull = jax.eval_shape(lambda p: jax.vjp(lambda p: of_sum(p, env), p), params)
+        return sum(
+            a.shape[-3:] == routing and jnp.issubdtype(a.dtype, jnp.integer)
+            for a in jax.tree.leaves(pull)
+        )
+
+    assert kept(env) == 2  # of the GDN layers and of the attention layer
+    quick = functools.partial(jax.jit, compiler_options=QUICK)
+    recomputed = named_leaves(quick(jax.grad(lambda p: of_sum(p, env)))(params))
+    for name, leaf in gradients().items():
+        assert_close("layer", name, recomputed[name], leaf)
+
+
 def test_gradients_are_the_oracles_finite_differences():
     """Along random directions in which every leaf counts about the same."""
     params, grads = random_params(CFG), gradients()

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from clover_jax import checkpoint
+from clover_jax.config import canonical_json
 from clover_jax.data import tasks
 from clover_jax.data.pipeline import DataConfig, TaskBatches
 from clover_jax.data.tokenizer import Tokenizer
@@ -27,7 +28,8 @@ from clover_jax.params import initialise, named_leaves
 from clover_jax.presets import PRESETS, clover_tiny
 from clover_jax.train import loop
 from clover_jax.train.calibrate import SCALARS
-from clover_jax.train.loop import ENV, RunConfig
+from clover_jax.train.loop import ENV
+from clover_jax.train.run_config import Evaluation, RunConfig
 from clover_jax.train.step import OptimiserConfig, init_state, train_step
 
 SMALL = clover_tiny().replace(
@@ -67,11 +69,11 @@ def quiet(_: Any) -> None:
 
 def pretrain(folder: Path, run: RunConfig = RUN, *, report=quiet, save_seconds=1e6) -> Path:
     """No save before the end, or one after every step: which ones there are is up to the test."""
-    return loop.pretrain(run, folder, report=report, save_seconds=save_seconds)
+    return loop.train(run, folder, report=report, save_seconds=save_seconds)
 
 
 def convert(folder: Path, run: RunConfig, *, calibrated) -> Path:
-    return loop.convert(run, folder, report=quiet, calibrated=calibrated, save_seconds=1e6)
+    return loop.train(run, folder, report=quiet, calibrated=calibrated, save_seconds=1e6)
 
 
 @pytest.fixture(scope="module")
@@ -388,19 +390,31 @@ def test_a_vocabulary_that_is_too_small_claims_no_folder(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_blocks_need_a_block_operator(tmp_path):
-    """Pre-training has no blocks; asking for their loss is refused before anything is written."""
-    both = dataclasses.replace(RUN, loss=LossConfig())
-    with pytest.raises(CloverError, match="diffusion"):
-        pretrain(tmp_path / "run", both)
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_missing_source_claims_no_folder(tmp_path):
     run = dataclasses.replace(CONVERT, start=str(tmp_path / "nowhere"))
     with pytest.raises(CloverError, match="nowhere"):
         convert(tmp_path / "run", run, calibrated=quiet)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_sampler_is_asked_on_the_way(base, fresh):
+    """At every tenth step that `every` divides and at the last one, with the weights of then."""
+    run = dataclasses.replace(RUN, evaluation=Evaluation(every=10))
+    (fresh / "run.json").write_text(canonical_json(run))
+    seen = []
+
+    def evaluate(cfg, params, tokenizer) -> dict[str, float]:
+        assert cfg == base_config() and tokenizer.vocab_size == 300
+        seen.append(np.asarray(params.norm))
+        return {"eval_ar_gcd": 0.25}
+
+    loop.train(run, fresh, report=quiet, evaluate=evaluate, save_seconds=1e6)
+    lines = [line for line in log_of(fresh) if "eval_ar_gcd" in line]
+    assert [(line["step"], line["eval_ar_gcd"]) for line in lines] == [(10, 0.25), (12, 0.25)]
+    assert (seen[0] != seen[1]).any()
+    np.testing.assert_array_equal(seen[1], checkpoint.load(fresh / "model")[1].norm)
+    without = [{k: v for k, v in line.items() if k != "eval_ar_gcd"} for line in log_of(fresh)]
+    assert without == log_of(base)
 
 
 # --- conversion ---------------------------------------------------------------------------------
@@ -447,6 +461,9 @@ def test_calibration_fits_the_block_operator(calibrated_run):
     seen = np.isfinite(found.before)
     assert seen.sum() >= 3
     assert found.after[seen].mean() < 0.97 * found.before[seen].mean()
+    kept = json.loads((calibrated_run.folder / "calibration.json").read_text())
+    assert kept["lengths"] == [1, 2, 4, 8, 16, 32]
+    np.testing.assert_allclose(np.asarray(kept["after"], float), found.after, atol=1e-6)
 
 
 def test_conversion_leaves_the_causal_model_alone(base, calibrated_run):

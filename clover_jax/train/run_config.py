@@ -1,0 +1,115 @@
+"""What a training run is asked to do: one frozen config for every kind of run."""
+
+import dataclasses
+from typing import Literal
+
+from clover_jax.data.pipeline import DataConfig
+from clover_jax.data.tasks import TASKS
+from clover_jax.diffusion.loss import LossConfig
+from clover_jax.errors import CloverError
+from clover_jax.train.step import OptimiserConfig
+
+LOG_EVERY = 10  # steps
+Kind = Literal["pretrain", "convert", "sft"]
+
+FOLLOW_ABOVE = 0.9  # below the sampler's 0.95: states a little further on than it meets
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Answers by the real sampler while a run goes on, on the `val` split.
+
+    Attributes:
+        every: steps between two evaluations; the last step always has one.
+        n: problems of each task.
+        tasks: families.
+        max_tokens: longer answers are cut, and then wrong.
+        batch: problems answered together.
+    """
+
+    every: int = 500
+    n: int = 32
+    tasks: tuple[str, ...] = ("chain_sum", "gcd", "number_sorting")
+    max_tokens: int = 160
+    batch: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("every", "n", "max_tokens", "batch"):
+            if getattr(self, name) < 1:
+                raise CloverError(
+                    f"evaluation {name} is {getattr(self, name)}: expected at least 1"
+                )
+        if self.every % LOG_EVERY:
+            raise CloverError(
+                f"evaluation every is {self.every}: expected a multiple of {LOG_EVERY}, the steps "
+                "of a line in the log"
+            )
+        unknown = [task for task in self.tasks if task not in TASKS]
+        if unknown:
+            raise CloverError(
+                f"evaluation tasks holds {unknown[0]!r}: expected some of {', '.join(TASKS)}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What a run is asked to do.
+
+    Attributes:
+        kind: `pretrain` (clean stream only), `convert` (both streams, from a base or a Clover
+            folder), `sft` (both streams, from a Clover folder, on the user's own traces).
+        start: a preset's name (pre-training from nothing), or a checkpoint folder.
+        data: what it reads.
+        loss: weights of the terms.
+        optimiser: rates and steps.
+        seed: of the start values.
+        calibration_steps: that fit the block operator before the first step.
+        remat: recompute each layer group in the backward pass, with the router's choices kept.
+        evaluation: answers on the way, or None.
+    """
+
+    kind: Kind
+    start: str
+    data: DataConfig
+    loss: LossConfig
+    optimiser: OptimiserConfig
+    seed: int = 0
+    calibration_steps: int = 0
+    remat: bool = False
+    evaluation: Evaluation | None = None
+
+    def __post_init__(self) -> None:
+        if self.calibration_steps < 0 or self.seed < 0:
+            raise CloverError(
+                f"run calibration_steps {self.calibration_steps}, seed {self.seed}: expected "
+                "numbers >= 0"
+            )
+        if self.kind == "pretrain" and (self.loss.diffusion or self.calibration_steps):
+            raise CloverError(
+                f"pre-training has no blocks, but loss.diffusion is {self.loss.diffusion} and "
+                f"calibration_steps {self.calibration_steps}: expected 0 for both"
+            )
+        if self.loss.follow_above is not None and not self.data.complementary:
+            raise CloverError(
+                "loss.follow_above needs two views of each block, but data.complementary is false"
+            )
+
+
+def default_run(kind: Kind, start: str) -> RunConfig:
+    """The settings of a kind of run before any `--set`."""
+    if kind == "pretrain":
+        return RunConfig(
+            kind=kind,
+            start=start,
+            data=DataConfig(),
+            loss=LossConfig(diffusion=0.0),
+            optimiser=OptimiserConfig(learning_rate=3e-3, steps=1000),
+        )
+    return RunConfig(
+        kind=kind,
+        start=start,
+        data=DataConfig(),
+        loss=LossConfig(),
+        optimiser=OptimiserConfig(learning_rate=1e-3, steps=1000),
+        calibration_steps=60 if kind == "convert" else 0,
+    )
