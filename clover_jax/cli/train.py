@@ -34,10 +34,12 @@ def train(flags: TrainPretrain | TrainConvert) -> int:
     """Starts or resumes a run; returns the exit status."""
     run = run_config(flags)
     keep_compiled_programs()
-    with _deferred_interrupt() as check, _reporter() as show:
+    board = flags.out / "tensorboard" if flags.tensorboard else None
+    with _deferred_interrupt() as check, _reporter() as show, _tensorboard(board) as chart:
 
         def report(progress: loop.Progress) -> None:
             show(progress)
+            chart(progress)
             check()
 
         def calibrated(residuals: Residuals) -> None:
@@ -163,6 +165,32 @@ def _reporter() -> Iterator[Callable[[loop.Progress], None]]:
     with Bar(*columns, console=console) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda p: bar.update(task, completed=p.step, total=p.steps, description=_figures(p))
+
+
+@contextlib.contextmanager
+def _tensorboard(folder: Path | None) -> Iterator[Callable[[loop.Progress], None]]:
+    """Writes every metric as a scalar; what a resumed run does again replaces what was there."""
+    if folder is None:
+        yield lambda _: None
+        return
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        raise CloverError(
+            "--tensorboard needs the package tensorboardX: install the extra `train`"
+        ) from None
+    with contextlib.ExitStack() as stack:
+        writer = None
+
+        def chart(progress: loop.Progress) -> None:
+            nonlocal writer
+            if writer is None:  # the first line says where a resumed run goes on
+                writer = SummaryWriter(str(folder), purge_step=progress.step)
+                stack.callback(writer.close)
+            for name, value in progress.metrics.items():
+                writer.add_scalar(name, value, progress.step)
+
+        yield chart
 
 
 class _PlainReport:

@@ -3,6 +3,8 @@
 import dataclasses
 import os
 import signal
+import struct
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,30 @@ def test_settings_of_another_run(clover: Clover, runs: list[RunConfig], tmp_path
     assert clover(*command, "--config", path).status == 2
     bad = clover(*command, "--set", "optimiser.steps=0")
     assert bad.status == 2 and "steps is 0" in bad.err
+
+
+def test_tensorboard_gets_every_metric(clover: Clover, runs: list[RunConfig], tmp_path: Path):
+    """Read back from the event file's records, without TensorBoard."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    ran = clover("train", "pretrain", "--out", tmp_path, "--tensorboard")
+    assert ran.status == 0 and len(runs) == 1
+    [path] = (tmp_path / "tensorboard").iterdir()
+    data, at, seen = path.read_bytes(), 0, {}
+    while at < len(data):  # TFRecord: length, its checksum, the event, its checksum
+        (size,) = struct.unpack_from("<Q", data, at)
+        event = Event.FromString(data[at + 12 : at + 12 + size])
+        at += size + 16
+        seen |= {(event.step, value.tag): value.simple_value for value in event.summary.value}
+    metrics = progress(0, 0).metrics
+    assert seen == {(step, name): value for step in (10, 20) for name, value in metrics.items()}
+
+
+def test_tensorboard_missing(clover: Clover, runs: list[RunConfig], tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    ran = clover("train", "pretrain", "--out", tmp_path / "run", "--tensorboard")
+    assert ran.status == 2 and "extra `train`" in ran.err
+    assert not runs and not (tmp_path / "run").exists()
 
 
 def test_piped_progress_is_lines(clover: Clover, runs: list[RunConfig], tmp_path: Path):
