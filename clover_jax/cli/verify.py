@@ -219,7 +219,7 @@ def _training_request(flags: Verify, cfg: ModelConfig) -> Tensors:
         for i in range(flags.rows)
     ]
     batch = make_batch(
-        examples,
+        [(example,) for example in examples],
         time=prompt + most,
         blocks=-(-most // cfg.block_length),
         block=cfg.block_length,
@@ -238,7 +238,8 @@ def _training_request(flags: Verify, cfg: ModelConfig) -> Tensors:
         block_weight=weight(batch.block_tokens, batch.block_weight),
         block_masked=batch.block_masked.astype(np.uint8),
     )
-    return {**batch._asdict(), "forbidden": forbidden}
+    tensors = {name: a for name, a in batch._asdict().items() if a is not None}
+    return {**tensors, "forbidden": forbidden}
 
 
 def logits(flags: Logits) -> int:

@@ -112,10 +112,9 @@ class TaskBatches:
     def _layout(self, examples: list[Example]) -> Batch:
         bucket = max((self._bucket(e) for e in examples), default=0)
         time, blocks = self.config.buckets[bucket]
-        empty = Example(0, (), ())
-        padded = [*examples, *[empty] * (self.config.rows - len(examples))]
+        rows = [(example,) for example in examples]
         return make_batch(
-            padded,
+            rows + [()] * (self.config.rows - len(rows)),
             time=time,
             blocks=blocks,
             block=self._block,

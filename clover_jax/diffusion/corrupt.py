@@ -2,6 +2,7 @@
 
 The block grid starts at the first token of each assistant turn. A turn is its tokens and the stop
 that ends it; past it, its last block is filled with pads, as a preview always sees full blocks.
+A row holds one sample or several, one after the other, that do not see each other.
 Noise depends on (seed, epoch, sample, block) only, so a batch is the same however it is split,
 resumed or ordered.
 """
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from clover_jax.errors import CloverError
 
 # Frontier noise: share of the blocks that start wholly masked, and how the loss weight falls with
 # the distance from the frontier.
@@ -53,6 +56,9 @@ class Batch(NamedTuple):
         block_weight: float32 [rows, blocks, block], loss weight of a position when it is masked.
         block_follows: bool [rows, blocks], whether the noise is to be what the model leaves masked
             of the same block in the first view (`on_policy.follow`).
+        start: int32 [rows, time], column of the first token of each token's sample, 0 for pads;
+            None where every row is one sample.
+        block_start: int32 [rows, blocks], the same of each block; None likewise.
     """
 
     tokens: Any
@@ -64,6 +70,8 @@ class Batch(NamedTuple):
     block_n_valid: Any
     block_weight: Any
     block_follows: Any
+    start: Any = None
+    block_start: Any = None
 
 
 def noise_levels(seed: int, epoch: int, sample: int, blocks: int) -> np.ndarray:
@@ -114,8 +122,36 @@ def looks_decoded(seed: int, epoch: int, sample: int, share: float) -> bool:
     return bool(np.random.default_rng([seed, epoch, sample, _FRONTIER + 1]).random() < share)
 
 
+class Packed(NamedTuple):
+    """Samples by row."""
+
+    rows: list[tuple[Example, ...]]
+    left: list[Example]  # too large for a row of their own
+
+
+def pack(examples: Sequence[Example], *, time: int, blocks: int, block: int) -> Packed:
+    """Lay samples into few rows of at most `time` tokens and `blocks` blocks of one view.
+
+    First fit, longest first: a sample goes into the oldest row with room for it, else into a new
+    one. Equally long samples are taken in the given order, and so stand in a row.
+    """
+    packed, room = Packed([], []), []
+    for example in sorted(examples, key=lambda e: -len(e.tokens)):
+        size = np.array([len(example.tokens), len(example.blocks(block))])
+        if (size > (time, blocks)).any():
+            packed.left.append(example)
+            continue
+        r = next((r for r, free in enumerate(room) if (size <= free).all()), len(room))
+        if r == len(room):
+            packed.rows.append(())
+            room.append(np.array([time, blocks]))
+        packed.rows[r] += (example,)
+        room[r] -= size
+    return packed
+
+
 def make_batch(
-    examples: Sequence[Example],
+    rows: Sequence[Sequence[Example]],
     *,
     time: int,
     blocks: int,
@@ -126,11 +162,12 @@ def make_batch(
     pad_weight: float,
     complementary: bool = False,
     frontier_share: float = 0.0,
+    packed: bool = False,
 ) -> Batch:
-    """Lay out samples of at most `time` tokens and at most `blocks` response blocks.
+    """Lay out rows of at most `time` tokens and at most `blocks` response blocks.
 
     Args:
-        examples: one per row.
+        rows: the samples of each row, in order.
         time: width of the clean stream.
         blocks: blocks per row, of one view.
         block: block length.
@@ -143,39 +180,58 @@ def make_batch(
             one clean pass serves a prediction of every token (Fast-dLLM v2's complementary masks).
         frontier_share: share of the samples with frontier noise. Their second view, if there is
             one, follows the first.
+        packed: whether rows may hold several samples, so that every batch of a run is of one
+            program; a batch in which one does is packed in any case.
+
+    Raises:
+        CloverError: a row that holds more.
     """
-    rows, views = len(examples), 2 if complementary else 1
-    tokens = np.full((rows, time), pad_id, np.int32)
-    target_weight = np.zeros((rows, time), np.float32)
-    index = np.zeros((rows, blocks), np.int32)
-    block_tokens = np.full((rows, blocks, block), pad_id, np.int32)
-    masked = np.zeros((views, rows, blocks, block), bool)
-    weight = np.zeros((views, rows, blocks, block), np.float32)
-    follows = np.zeros((views, rows, blocks), bool)
-    for r, example in enumerate(examples):
-        tokens[r, : len(example.tokens)] = example.tokens
-        for first, end in example.turns:
-            target_weight[r, first:end] = 1.0
-        grid = example.blocks(block)
-        used, lengths = len(grid), [end - first for first, end in grid]
-        for b, (first, end) in enumerate(grid):
-            index[r, b] = first
-            block_tokens[r, b, : end - first] = example.tokens[first:end]
-            weight[:, r, b] = pad_weight
-            weight[:, r, b, : end - first] = 1.0
-        noise = (seed, epoch, example.sample)
-        if looks_decoded(*noise, frontier_share):
-            masked[:, r, :used], factor = frontier_noise(*noise, lengths, block)
-            weight[:, r, :used] *= factor
-            follows[1:, r, :used] = True
-        else:
-            first = block_noise(*noise, used, block)
-            masked[:, r, :used] = np.stack([first, ~first])[:views]
+    packed = packed or any(len(row) > 1 for row in rows)
+    count, views = len(rows), 2 if complementary else 1
+    tokens = np.full((count, time), pad_id, np.int32)
+    target_weight = np.zeros((count, time), np.float32)
+    start = np.zeros((count, time), np.int32)
+    block_start = np.zeros((count, blocks), np.int32)
+    index = np.zeros((count, blocks), np.int32)
+    block_tokens = np.full((count, blocks, block), pad_id, np.int32)
+    masked = np.zeros((views, count, blocks, block), bool)
+    weight = np.zeros((views, count, blocks, block), np.float32)
+    follows = np.zeros((views, count, blocks), bool)
+    for r, row in enumerate(rows):
+        at = b = 0  # column and block where the next sample begins
+        for example in row:
+            grid = example.blocks(block)
+            end, last = at + len(example.tokens), b + len(grid)
+            if end > time or last > blocks:
+                raise CloverError(
+                    f"sample {example.sample} ends at token {end} and block {last} of row {r}: "
+                    f"expected at most {time} tokens and {blocks} blocks (`pack` makes such rows)"
+                )
+            tokens[r, at:end] = example.tokens
+            start[r, at:end] = block_start[r, b:last] = at
+            for first, stop in example.turns:
+                target_weight[r, at + first : at + stop] = 1.0
+            target_weight[r, at : at + 1] = 0.0  # no token of its sample stands before it
+            for i, (first, stop) in enumerate(grid, b):
+                index[r, i] = at + first
+                block_tokens[r, i, : stop - first] = example.tokens[first:stop]
+                weight[:, r, i] = pad_weight
+                weight[:, r, i, : stop - first] = 1.0
+            noise, own = (seed, epoch, example.sample), np.s_[:, r, b:last]
+            if looks_decoded(*noise, frontier_share):
+                lengths = [stop - first for first, stop in grid]
+                masked[own], factor = frontier_noise(*noise, lengths, block)
+                weight[own] *= factor
+                follows[1:, r, b:last] = True
+            else:
+                view = block_noise(*noise, len(grid), block)
+                masked[own] = np.stack([view, ~view])[:views]
+            at, b = end, last
     # Views side by side. A block of which a view masks nothing is none there.
     beside = lambda a: np.concatenate(list(a), axis=1)
     return Batch(
         tokens=tokens,
-        n_valid=np.asarray([len(e.tokens) for e in examples], np.int32),
+        n_valid=np.asarray([sum(len(e.tokens) for e in row) for row in rows], np.int32),
         target_weight=target_weight,
         block_index=beside([index] * views),
         block_tokens=beside([block_tokens] * views),
@@ -183,4 +239,6 @@ def make_batch(
         block_n_valid=beside(np.where(masked.any(-1), block, 0).astype(np.int32)),
         block_weight=beside(weight),
         block_follows=beside(follows),
+        start=start if packed else None,
+        block_start=beside([block_start] * views) if packed else None,
     )

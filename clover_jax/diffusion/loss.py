@@ -90,9 +90,14 @@ def training_loss(
         if loss.follow_above is not None:
             batch = follow(params, batch, forbidden, threshold=loss.follow_above, cfg=cfg, env=env)
         noisy = NoisyInput(
-            batch.block_tokens, batch.block_masked, batch.block_n_valid, batch.block_index
+            batch.block_tokens,
+            batch.block_masked,
+            batch.block_n_valid,
+            batch.block_index,
+            batch.block_start,
         )
-    out = forward(params, CleanInput(batch.tokens, batch.n_valid), noisy, None, cfg=cfg, env=env)
+    clean = CleanInput(batch.tokens, batch.n_valid, batch.start)
+    out = forward(params, clean, noisy, None, cfg=cfg, env=env)
     entropy = lambda hidden, targets, weight, certainty: cross_entropy(
         params, hidden, targets, weight, forbidden, chunk=loss.chunk, certainty=certainty
     )
@@ -107,7 +112,7 @@ def training_loss(
         "router_z": z,
     }
     if loss.diffusion:
-        previous = before_blocks(out.hidden.clean, batch.block_index)
+        previous = before_blocks(out.hidden.clean, batch.block_index, batch.block_start)
         hidden = align_logits(out.hidden.noisy, previous, cfg.logits_position)
         weight = jnp.where(batch.block_masked, batch.block_weight, 0.0)
         weight = jnp.where((batch.block_n_valid > 0)[..., None], weight, 0.0)

@@ -44,14 +44,19 @@ def follow(
         env: where and how.
     """
     views = batch.block_index.shape[1] // 2
-    first = lambda a: a[:, :views]
-    index = first(batch.block_index)
+    first = lambda a: None if a is None else a[:, :views]
+    index, start = first(batch.block_index), first(batch.block_start)
     noisy = NoisyInput(
-        first(batch.block_tokens), first(batch.block_masked), first(batch.block_n_valid), index
+        first(batch.block_tokens),
+        first(batch.block_masked),
+        first(batch.block_n_valid),
+        index,
+        start,
     )
+    clean = CleanInput(batch.tokens, batch.n_valid, batch.start)
     params = lax.stop_gradient(params)
-    out = forward(params, CleanInput(batch.tokens, batch.n_valid), noisy, None, cfg=cfg, env=env)
-    previous = before_blocks(out.hidden.clean, index)
+    out = forward(params, clean, noisy, None, cfg=cfg, env=env)
+    previous = before_blocks(out.hidden.clean, index, start)
     hidden = align_logits(out.hidden.noisy, previous, cfg.logits_position)
     confidence = lax.map(lambda row: _confidence(params, row, forbidden), hidden)
     confidence = jnp.where(noisy.masked, confidence, -jnp.inf)

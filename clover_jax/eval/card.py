@@ -242,8 +242,10 @@ def _expert_use(generator: Generator, config: CardConfig) -> Any:
     total = np.zeros((cfg.num_layers, cfg.moe.num_experts))
     for i in range(EXPERT_BATCHES):
         b = as_arrays(batches.batch(i))
-        noisy = NoisyInput(b.block_tokens, b.block_masked, b.block_n_valid, b.block_index)
-        clean = CleanInput(b.tokens, b.n_valid)
+        noisy = NoisyInput(
+            b.block_tokens, b.block_masked, b.block_n_valid, b.block_index, b.block_start
+        )
+        clean = CleanInput(b.tokens, b.n_valid, b.start)
         out = run(generator.params, clean, noisy, None, cfg=cfg, env=generator.env)
         total += np.asarray(out.stats.router.assigned).sum(1)
     return (total / total.sum(1, keepdims=True)).tolist()

@@ -44,6 +44,7 @@ def block_gdn(
     source: PrefixState | CleanStream,
     index: Int[Array, "rows blocks"] | None,
     empty: Bool[Array, "rows blocks"],
+    before: Int[Array, "rows blocks"] | None = None,
     *,
     cfg: ModelConfig,
     env: Env,
@@ -61,6 +62,8 @@ def block_gdn(
         source: the prefix itself (one block per row), or the clean stream of the same pass.
         index: for a clean stream, how many of its rows lie before each block.
         empty: whether a block has no prefix at all.
+        before: for a clean stream of rows that hold several samples, how many tokens of its own
+            sample lie before each block.
         cfg: the operator and its switches.
         env: implementation choices.
 
@@ -79,15 +82,15 @@ def block_gdn(
     else:
 
         def at_boundary(args: tuple) -> tuple[Array, Array]:
-            inputs, valid, empty, index = args
-            prefix = PrefixState(
-                boundary_state(source.trace, index),
-                ring_before(source.window, index, p.conv1d.shape[0] - 1),
-            )
-            return operator(prefix, inputs, valid, empty)
+            inputs, valid, empty, index, before = args
+            state = boundary_state(source.trace, index)
+            if before is not None:  # where a sample begins, that state is the last one's
+                state = jnp.where(empty[:, None, None, None], 0.0, state)
+            ring = ring_before(source.window, index, p.conv1d.shape[0] - 1, before)
+            return operator(PrefixState(state, ring), inputs, valid, empty)
 
         # Mapped, so that the states of all blocks never exist at once.
-        args = by_block((inputs, valid, empty, index))
+        args = by_block((inputs, valid, empty, index, before))
         o, share = lax.map(at_boundary, args, batch_size=env.boundary_batch)
         o, share = by_block((o, share))
     return gdn_output(p, o, inputs.z, cfg), o, share

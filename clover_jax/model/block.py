@@ -63,15 +63,17 @@ class CleanLayout(NamedTuple):
     start: Int[Array, " rows"]  # tokens before the pass
     valid: Bool[Array, "rows time"]
     rope: tuple[Array, Array]
+    first: Int[Array, "rows time"] | None = None  # row of the pass where its sample begins
 
 
 class NoisyLayout(NamedTuple):
     """Where the blocks stand."""
 
-    before: Int[Array, "rows blocks"]  # tokens before each block
+    before: Int[Array, "rows blocks"]  # tokens of its sample before each block
     valid: Bool[Array, "rows blocks block"]
     rope: tuple[Array, Array]
     index: Int[Array, "rows blocks"] | None  # clean rows of this pass before each block; None: all
+    first: Int[Array, "rows blocks"] | None = None  # row of the pass where its sample begins
 
 
 class Layout(NamedTuple):
@@ -135,7 +137,14 @@ def linear_layer(
         x = rms_norm(clean, p.input_layernorm, eps=cfg.rms_norm_eps)
         boundaries = layout.noisy is not None and layout.noisy.index is not None
         y, causal_taps, after, stream = causal_gdn(
-            p.linear_attn, x, layout.clean.valid, prefix, cfg=cfg, env=env, boundaries=boundaries
+            p.linear_attn,
+            x,
+            layout.clean.valid,
+            prefix,
+            _position(layout.clean),
+            cfg=cfg,
+            env=env,
+            boundaries=boundaries,
         )
         clean = clean + y
         source = after if stream is None else stream
@@ -153,6 +162,7 @@ def linear_layer(
             source,
             layout.noisy.index,
             layout.noisy.before == 0,
+            None if layout.noisy.first is None else layout.noisy.before,
             cfg=cfg,
             env=env,
         )
@@ -175,13 +185,14 @@ def full_layer(
 ) -> tuple[Streams, DecodeCache | None, LayerStats]:
     """As `linear_layer`, with gated attention as the mixer."""
     clean, noisy = streams
-    attend = lambda q, limit, own: block_attention(
+    attend = lambda q, limit, own, first: block_attention(
         q,
         k_cells,
         v_cells,
         group,
         limit,
         own,
+        first,
         scale=cfg.attention.head_dim**-0.5,
         differentiable=cache is None,
         impl=env.impl("block_attention"),
@@ -200,7 +211,7 @@ def full_layer(
             k_cells, v_cells = cache.k, cache.v
         step = jnp.arange(1, clean.shape[1] + 1, dtype=jnp.int32)[None]
         limit = jnp.where(lay.valid, lay.start[:, None] + step, 0)
-        clean = clean + attention_output(p.self_attn, attend(q, limit, None), gate)
+        clean = clean + attention_output(p.self_attn, attend(q, limit, None, lay.first), gate)
     if noisy is not None:
         lay = layout.noisy
         assert lay is not None
@@ -209,8 +220,13 @@ def full_layer(
         if cache is None and clean is None:  # an empty prefix: cells that nobody sees
             flat = lambda a: _as_cells(a.reshape(a.shape[0], -1, *a.shape[3:]))
             k_cells, v_cells, group = flat(k), flat(v), 0
-        limit = jnp.where(lay.valid, lay.before[..., None], 0).reshape(q.shape[0], -1)
-        mixed = attend(q.reshape(q.shape[0], -1, *q.shape[3:]), limit, BlockKV(k, v, lay.valid))
+        cells, first = lay.before, None
+        if lay.first is not None:
+            cells = lay.first + lay.before
+            first = jnp.repeat(lay.first, q.shape[2], axis=1)
+        limit = jnp.where(lay.valid, cells[..., None], 0).reshape(q.shape[0], -1)
+        own = BlockKV(k, v, lay.valid)
+        mixed = attend(q.reshape(q.shape[0], -1, *q.shape[3:]), limit, own, first)
         noisy = noisy + attention_output(p.self_attn, mixed.reshape(q.shape), gate)
     streams, router = _mlp(p, Streams(clean, noisy), at, layout, cfg, env)
     return streams, cache, LayerStats(router, None)
@@ -251,6 +267,13 @@ def _mlp(
         None if clean is None else x[:, :time],
         None if noisy is None else x[:, time:].reshape(noisy.shape),
     ), stats
+
+
+def _position(lay: CleanLayout) -> Int[Array, "rows time"] | None:
+    """Of each row in its sample, where rows hold several."""
+    if lay.first is None:
+        return None
+    return jnp.arange(lay.first.shape[1], dtype=jnp.int32)[None] - lay.first
 
 
 def _rows(streams: Streams) -> int:

@@ -106,15 +106,23 @@ def gdn_inputs(
 
 
 def causal_conv(
-    window: Float[Array, "*rows window channels"], taps: Float[Array, "taps channels"]
+    window: Float[Array, "*rows window channels"],
+    taps: Float[Array, "taps channels"],
+    position: Int[Array, "*rows time"] | None = None,
 ) -> Float[Array, "*rows time channels"]:
-    """out[t] = sum_j window[t + j] taps[j], in float32; the window starts with K-1 older rows."""
+    """out[t] = sum_j window[t + j] taps[j], in float32; the window starts with K-1 older rows.
+
+    Given its position in its sample, a row is mixed with no row of the sample before.
+    """
     kernel = taps.shape[0]
     time = window.shape[-2] - kernel + 1
     window, taps = window.astype(jnp.float32), taps.astype(jnp.float32)
     out = jnp.zeros((*window.shape[:-2], time, window.shape[-1]), jnp.float32)
     for j in range(kernel):
-        out = out + window[..., j : j + time, :] * over_last_axis(taps[j], out)
+        x = window[..., j : j + time, :]
+        if position is not None:
+            x = jnp.where((position >= kernel - 1 - j)[..., None], x, 0.0)
+        out = out + x * over_last_axis(taps[j], out)
     return out
 
 
@@ -153,6 +161,7 @@ def causal_gdn(
     x: Float[Array, "rows time width"],
     valid: Bool[Array, "rows time"],
     prefix: PrefixState,
+    position: Int[Array, "rows time"] | None = None,
     *,
     cfg: ModelConfig,
     env: Env,
@@ -165,16 +174,20 @@ def causal_gdn(
 ]:
     """The base's layer from the state and ring of the prefix.
 
+    Of rows that hold several samples, `position` is that of each token in its own: state and
+    convolution start anew at 0. Then the prefix must be empty, and the ring returned is no one's.
+
     Returns:
         The output, the read-outs before the gated norm, the state and ring after the last valid
         row, and with `boundaries` what the state before any other row is built from.
     """
     inputs = gdn_inputs(p, x, valid)
     window = jnp.concatenate([prefix.ring, inputs.qkv], axis=1)
-    q, k, v = split_heads(causal_conv(window, p.conv1d), cfg)
+    q, k, v = split_heads(causal_conv(window, p.conv1d, position), cfg)
     q = q * jnp.float32(cfg.delta.key_head_dim**-0.5)
     n_valid = jnp.sum(valid, axis=1, dtype=jnp.int32)
-    args = (q, k, v, inputs.g, inputs.beta, prefix.state, n_valid)
+    begins = None if position is None else position == 0
+    args = (q, k, v, inputs.g, inputs.beta, prefix.state, n_valid, begins)
     static: Any = {"chunk": cfg.delta.chunk, "impl": env.impl("gated_delta")}
     stream = None
     if boundaries:
@@ -187,8 +200,14 @@ def causal_gdn(
 
 
 def ring_before(
-    window: Float[Array, "rows window channels"], index: Int[Array, " rows"], taps: int
+    window: Float[Array, "rows window channels"],
+    index: Int[Array, " rows"],
+    taps: int,
+    before: Int[Array, " rows"] | None = None,
 ) -> Float[Array, "rows taps channels"]:
-    """The `taps` pre-conv rows before position `index` of the pass."""
-    at = index[:, None] + jnp.arange(taps, dtype=jnp.int32)[None]
-    return jnp.take_along_axis(window, at[..., None], axis=1)
+    """The `taps` pre-conv rows before position `index` of the pass; zero past the last `before`."""
+    step = jnp.arange(taps, dtype=jnp.int32)[None]
+    ring = jnp.take_along_axis(window, (index[:, None] + step)[..., None], axis=1)
+    if before is None:
+        return ring
+    return jnp.where((step >= taps - before[:, None])[..., None], ring, jnp.zeros((), ring.dtype))

@@ -40,10 +40,15 @@ class Params:
 
 
 class CleanInput(NamedTuple):
-    """Tokens of a causal pass, right-padded."""
+    """Tokens of a causal pass, right-padded.
+
+    A row may hold several samples, one after the other, in a pass without a cache: `start` is the
+    column of the first token of each token's sample. None: a row is one sample.
+    """
 
     tokens: Int[Array, "rows time"]
     n_valid: Int[Array, " rows"]
+    start: Int[Array, "rows time"] | None = None
 
 
 class NoisyInput(NamedTuple):
@@ -53,6 +58,7 @@ class NoisyInput(NamedTuple):
     masked: Bool[Array, "rows blocks block"]
     n_valid: Int[Array, "rows blocks"]
     index: Int[Array, "rows blocks"] | None  # clean rows before each block; None: all of them
+    start: Int[Array, "rows blocks"] | None = None  # column of the first token of its sample
 
 
 class PassOutput(NamedTuple):
@@ -123,10 +129,19 @@ def align_logits(
 
 
 def before_blocks(
-    hidden: Float[Array, "rows time width"], index: Int[Array, "rows blocks"]
+    hidden: Float[Array, "rows time width"],
+    index: Int[Array, "rows blocks"],
+    start: Int[Array, "rows blocks"] | None = None,
 ) -> Float[Array, "rows blocks width"]:
-    """Clean hidden states of the last token before each block, `previous` of `align_logits`."""
-    last = jnp.maximum(index - 1, 0)
+    """Clean hidden states of the last token before each block, `previous` of `align_logits`.
+
+    Args:
+        hidden: of the clean stream.
+        index: clean tokens before each block.
+        start: as `NoisyInput.start`; a block that begins its sample gets that sample's own first
+            token, never the last one of another.
+    """
+    last = jnp.maximum(index - 1, 0 if start is None else start)
     return jnp.take_along_axis(hidden[:, None], last[..., None, None], axis=2)[:, :, 0]
 
 
@@ -155,7 +170,11 @@ def forward(
             `none` (then the caller unembeds the hidden states that it needs).
         experts: which experts exist, per layer; default all.
         taps: also return GDN values before the gated norm.
+
+    Raises:
+        CloverError: blocks without a mask token, or rows of several samples that cannot be served.
     """
+    _check_packing(clean, noisy, cache)
     rows = (clean or noisy).tokens.shape[0]  # pyright: ignore[reportOptionalMemberAccess]
     start = jnp.zeros((rows,), jnp.int32) if cache is None else cache.length
     rope = lambda at: rope_tables(
@@ -165,7 +184,9 @@ def forward(
     if clean is not None:
         at = jnp.arange(clean.tokens.shape[1], dtype=jnp.int32)[None]
         x_clean = params.embed_tokens[clean.tokens]
-        lay_clean = CleanLayout(start, at < clean.n_valid[:, None], rope(start[:, None] + at))
+        position = start[:, None] + at if clean.start is None else at - clean.start
+        valid = at < clean.n_valid[:, None]
+        lay_clean = CleanLayout(start, valid, rope(position), clean.start)
     if noisy is not None:
         if cfg.mask_token_id is None:
             raise CloverError("config mask_token_id is null: this model cannot preview a block")
@@ -173,6 +194,8 @@ def forward(
         x_noisy = params.embed_tokens[jnp.where(noisy.masked, cfg.mask_token_id, noisy.tokens)]
         if noisy.index is not None:
             before = start[:, None] + noisy.index
+            if noisy.start is not None:
+                before = before - noisy.start
         else:
             before = (start if clean is None else start + clean.n_valid)[:, None]
         lay_noisy = NoisyLayout(
@@ -180,6 +203,7 @@ def forward(
             at < noisy.n_valid[..., None],
             rope(before[..., None] + at),
             None if clean is None else noisy.index,
+            noisy.start,
         )
     streams, cache, stats, values = apply_stack(
         params.layers,
@@ -296,6 +320,24 @@ def prefill(
 
     carry = (jnp.zeros_like(n_valid), cache)
     return lax.while_loop(lambda c: jnp.any(c[0] < n_valid), body, carry)[1]
+
+
+def _check_packing(
+    clean: CleanInput | None, noisy: NoisyInput | None, cache: DecodeCache | None
+) -> None:
+    starts = [x.start is not None for x in (clean, noisy) if x is not None]
+    if not any(starts):
+        return
+    if cache is not None:
+        raise CloverError(
+            "start is given with a cache, whose rows are one sample each: leave it out, or pass "
+            "no cache (packed rows exist in training only)"
+        )
+    if clean is None or not all(starts) or (noisy is not None and noisy.index is None):
+        raise CloverError(
+            "start is given for one stream of packed rows: expected it for the clean tokens and, "
+            "if there are blocks, for them too, with their index"
+        )
 
 
 def _advance(cache: DecodeCache, hidden: Any, n_valid: Array) -> DecodeCache:

@@ -60,10 +60,20 @@ def vary_blocks(batch: Batch, step: int, block: int) -> Batch:
     draw = np.random.default_rng([step])
     n = draw.choice(lengths, batch.block_n_valid.shape).astype(np.int32)
     masked = batch.block_masked & (draw.random(n.shape) < 0.5)[..., None]
-    # A block may not reach past the clean stream: its causal values would not exist.
-    room = batch.n_valid[:, None] - batch.block_index
+    # A block may not reach past its sample: its causal values would not exist.
+    room = _ends(batch) - batch.block_index
     n = np.where((batch.block_n_valid > 0) & (n <= room), n, 0)
     return batch._replace(block_n_valid=n, block_masked=masked)
+
+
+def _ends(batch: Batch) -> np.ndarray:
+    """The column past the last token of each block's sample, [rows, 1 or blocks]."""
+    n = np.asarray(batch.n_valid)[:, None]
+    if batch.start is None:
+        return n
+    exists = np.arange(batch.start.shape[1]) < n
+    own = (batch.start[:, None] == batch.block_start[..., None]) & exists[:, None]
+    return batch.block_start + own.sum(-1)
 
 
 def residual(
@@ -72,11 +82,14 @@ def residual(
     """Mean residual; and per GDN layer and valid length the sum of residuals and their number."""
     params = with_scalars(params, scalars)
     noisy = NoisyInput(
-        batch.block_tokens, batch.block_masked, batch.block_n_valid, batch.block_index
+        batch.block_tokens,
+        batch.block_masked,
+        batch.block_n_valid,
+        batch.block_index,
+        batch.block_start,
     )
-    out = forward(
-        params, CleanInput(batch.tokens, batch.n_valid), noisy, None, cfg=cfg, env=env, taps=True
-    )
+    clean = CleanInput(batch.tokens, batch.n_valid, batch.start)
+    out = forward(params, clean, noisy, None, cfg=cfg, env=env, taps=True)
     taps: Any = out.taps
     at = batch.block_index[..., None] + jnp.arange(cfg.block_length, dtype=jnp.int32)[None, None]
     at = jnp.minimum(at, batch.tokens.shape[1] - 1).reshape(at.shape[0], -1)

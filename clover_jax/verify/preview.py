@@ -299,7 +299,9 @@ def compare_training(
         precision: of our matmuls.
     """
     limits = LIMITS[cfg.dtype]
-    asked = {name: np.asarray(theirs[f"request.{name}"]) for name in (*Batch._fields, "forbidden")}
+    # Rows of one sample each: the fields of packed ones are not asked about.
+    names = [name for name in Batch._fields if name not in Batch._field_defaults]
+    asked = {name: np.asarray(theirs[f"request.{name}"]) for name in (*names, "forbidden")}
     forbidden = jnp.asarray(asked.pop("forbidden").astype(bool))
     batch = Batch(**asked | {"block_masked": asked["block_masked"].astype(bool)})
     arrays = as_arrays(batch)

@@ -11,7 +11,9 @@ own block, both ways. Drawn for a prefix of 4 and a block of 3 (limit 4 for all 
 A causal pass writes its keys into the cache first and has no own block: limit_i = start + i + 1.
     out_i = sum_j softmax_j(scale q_i . k_j) v_j        0 where a query sees nothing
 
-Cells at or past the limit and invalid positions cannot matter, whatever they hold (NaN included).
+With `first`, a query sees no cells before first_i either (samples packed in one row); those must
+be finite. Cells at or past the limit and invalid positions cannot matter, whatever they hold (NaN
+included).
 """
 
 from typing import NamedTuple
@@ -39,6 +41,7 @@ def block_attention(
     group: int | Int[Array, ""],
     limit: Int[Array, "rows queries"],
     own: BlockKV | None,
+    first: Int[Array, "rows queries"] | None = None,
     *,
     scale: float,
     differentiable: bool,
@@ -54,6 +57,7 @@ def block_attention(
         group: which attention layer's cells to read.
         limit: number of cached cells each query sees, at most `capacity`.
         own: the blocks' own keys and values, or None for a causal pass.
+        first: the first cached cell that each query sees; None: cell 0.
         scale: factor of q . k.
         differentiable: read all tiles with a scan, so that reverse mode works; otherwise only
             tiles below the largest limit are read.
@@ -76,6 +80,7 @@ def block_attention(
         group,
         limit,
         own,
+        first,
         scale=scale,
         differentiable=differentiable,
     )

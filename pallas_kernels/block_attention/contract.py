@@ -15,6 +15,7 @@ AXES = {
     "own.k": ("rows", None, None, "kv_heads", None),
     "own.v": ("rows", None, None, "kv_heads", None),
     "own.valid": ("rows", None, None),
+    "first": ("rows", None),
 }
 OUT_AXES = ("rows", None, "heads", None)
 

@@ -74,9 +74,11 @@ def choose_tiles(m: int, pairs: int, channel: int) -> Tiles:
 
 
 def block_attention_unsupported(
-    q: Array, k: Array, v: Array, group: Any, limit: Array, own: Any, **_: Any
+    q: Array, k: Array, v: Array, group: Any, limit: Array, own: Any, first: Any = None, **_: Any
 ) -> str | None:
     """Why this kernel cannot serve the call, or None."""
+    if first is not None:
+        return "first is given: this kernel sees every cell below the limit; 'xla' serves it"
     channel, capacity = q.shape[3], k.shape[3]
     if q.dtype != jnp.bfloat16:
         return f"q is {q.dtype}: wgmma would round it, this kernel takes bfloat16 only"
@@ -94,6 +96,7 @@ def block_attention(
     group: Any,
     limit: Array,
     own: Any,
+    first: Array | None,
     *,
     scale: float,
     differentiable: bool,
@@ -101,7 +104,7 @@ def block_attention(
     """See `api.block_attention`."""
     del differentiable
     forward = functools.partial(_forward, scale=scale)
-    formula = functools.partial(xla.block_attention, scale=scale, differentiable=True)
+    formula = functools.partial(xla.block_attention, first=first, scale=scale, differentiable=True)
     arrays = (q, k, v, jnp.asarray(group, jnp.int32), limit, own)
     return with_gradient_of(formula, forward)(*arrays)
 

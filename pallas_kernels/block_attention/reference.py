@@ -14,6 +14,7 @@ def block_attention(
     group: Any,
     limit: Array,
     own: Any,
+    first: Array | None,
     *,
     scale: float,
     differentiable: bool,
@@ -28,6 +29,8 @@ def block_attention(
         for i in range(queries):
             keys, values = f32(k[group, r]), f32(v[group, r])  # [kv_heads, cells, channel]
             seen = jnp.arange(capacity) < limit[r, i]
+            if first is not None:
+                seen &= jnp.arange(capacity) >= first[r, i]
             if own is not None:
                 b = i // own.k.shape[2]
                 add = lambda cells, a: jnp.concatenate([cells, jnp.moveaxis(f32(a), 1, 0)], 1)

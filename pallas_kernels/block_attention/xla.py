@@ -17,6 +17,7 @@ def block_attention(
     group: Any,
     limit: Array,
     own: Any,
+    first: Array | None,
     *,
     scale: float,
     differentiable: bool,
@@ -25,7 +26,8 @@ def block_attention(
     rows, queries, heads, channel = q.shape
     kv_heads, capacity = k.shape[2:4]
     folded = fold(q.astype(jnp.float32), kv_heads)
-    limit_m = jnp.repeat(limit, heads // kv_heads, axis=1)  # [rows, m]
+    per_head = lambda a: jnp.repeat(a, heads // kv_heads, axis=1)[..., None]  # [rows, m, 1]
+    limit_m, first_m = per_head(limit), None if first is None else per_head(first)
     part = nothing(*folded.shape) if own is None else own_part(folded, own, scale)
     tile = min(KV_TILE, capacity)
     tiles = capacity // tile
@@ -40,8 +42,10 @@ def block_attention(
             jnp.where(used, lax.dynamic_slice(a, at, shape)[0].astype(jnp.float32), 0.0)
             for a in (k, v)
         )
-        seen = (cell[None, None] < limit_m[..., None])[:, None]
-        return add_keys(part, folded, k_tile, v_tile, seen, scale=scale, precision=None)
+        seen = cell[None, None] < limit_m
+        if first_m is not None:
+            seen &= cell[None, None] >= first_m
+        return add_keys(part, folded, k_tile, v_tile, seen[:, None], scale=scale, precision=None)
 
     if tiles == 1:
         part = add_tile(0, part)

@@ -3,10 +3,11 @@
 Per value head h, which reads key head h // (value_heads / key_heads). All arrays float32, g <= 0.
 A position with g = beta = 0 leaves the state as it is, bit for bit: that is how a caller pads.
 Positions at or past a row's `length` are pads whatever they hold; kernels skip whole chunks of
-them. The caller owns the scale of q. Qwen3.6 / Gated DeltaNet (arXiv 2412.06464).
+them. Where `begins`, S is emptied first: samples packed in one row do not see each other. The
+caller owns the scale of q. Qwen3.6 / Gated DeltaNet (arXiv 2412.06464).
 """
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.gated_delta import xla
 from pallas_kernels.gated_delta.contract import DeltaTrace, check
@@ -23,6 +24,7 @@ def gated_delta(
     beta: Float[Array, "rows time value_heads"],
     state: Float[Array, "rows value_heads key value"],
     length: Int[Array, " rows"] | None = None,
+    begins: Bool[Array, "rows time"] | None = None,
     *,
     chunk: int,
     impl: Impl,
@@ -38,6 +40,8 @@ def gated_delta(
         state: state before the first position.
         length: positions of each row that exist, 0 <= length <= time; None: all of them. The
             read-outs of the others are 0.
+        begins: where a sample begins: it starts from an empty state, nothing before it is kept,
+            `state` included. None: nowhere, and no such thing is compiled.
         chunk: chunk length of the chunked form; every value gives the same function.
         impl: `reference` is token-serial, `xla` and `pallas_tpu` chunked, `pallas_gpu`
             token-serial in registers, for short calls.
@@ -47,7 +51,7 @@ def gated_delta(
             call.
     """
     check(chunk, length, q=q, k=k, v=v, g=g, beta=beta, state=state)
-    return call(__name__, "gated_delta", impl, q, k, v, g, beta, state, length, chunk=chunk)
+    return call(__name__, "gated_delta", impl, q, k, v, g, beta, state, length, begins, chunk=chunk)
 
 
 def gated_delta_trace(
@@ -58,6 +62,7 @@ def gated_delta_trace(
     beta: Float[Array, "rows time value_heads"],
     state: Float[Array, "rows value_heads key value"],
     length: Int[Array, " rows"] | None = None,
+    begins: Bool[Array, "rows time"] | None = None,
     *,
     chunk: int,
     impl: Impl,
@@ -69,7 +74,7 @@ def gated_delta_trace(
     """As `gated_delta`, and what the state after any position is built from (`boundary_state`)."""
     check(chunk, length, q=q, k=k, v=v, g=g, beta=beta, state=state)
     out, state, trace = call(
-        __name__, "gated_delta_trace", impl, q, k, v, g, beta, state, length, chunk=chunk
+        __name__, "gated_delta_trace", impl, q, k, v, g, beta, state, length, begins, chunk=chunk
     )
     return out, state, DeltaTrace(*trace)
 
@@ -78,6 +83,8 @@ def boundary_state(
     trace: DeltaTrace, count: Int[Array, " rows"]
 ) -> Float[Array, "rows value_heads key value"]:
     """The state after the first `count` positions of each row, 0 <= count <= its length.
+
+    That of the sample of the last of them: a sample that begins right after them starts empty.
 
     S_t = e^{c_t} S_0 + sum_{s<=t} e^{c_t - c_s} k_s V'_s^T, from the chunk that holds t.
     """

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 # split with the value heads that read them, so a mesh axis must divide the number of key heads.
 _TOKENS, _GATES = ("rows", None, "heads", None), ("rows", None, "heads")
 _STATE = ("rows", "heads", None, None)
-AXES = (_TOKENS, _TOKENS, _TOKENS, _GATES, _GATES, _STATE, ("rows",))
+AXES = (_TOKENS, _TOKENS, _TOKENS, _GATES, _GATES, _STATE, ("rows",), ("rows", None))
 OUT_AXES = (_TOKENS, _STATE)
 COMMIT_AXES = (_TOKENS, _TOKENS, _GATES, _GATES, _STATE, ("rows",))
 COMMIT_OUT_AXES = _STATE
@@ -21,7 +21,7 @@ class DeltaTrace(NamedTuple):
     before: Float[Array, "rows chunks value_heads key value"]  # state before each chunk
     k: Float[Array, "rows chunks chunk key_heads key"]
     v_new: Float[Array, "rows chunks chunk value_heads value"]  # beta (v - S^T k)
-    g: Float[Array, "rows chunks chunk value_heads"]
+    g: Float[Array, "rows chunks chunk value_heads"]  # -inf where a sample begins
 
 
 TRACE_OUT_AXES = (

@@ -50,10 +50,10 @@ class Tiles:
 
 def gated_delta(
     q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, length: Array | None,
-    *, chunk: int,
+    begins: Array | None, *, chunk: int,
 ) -> tuple[Array, Array]:  # fmt: skip
     """See `api.gated_delta`; the chunk length is the gradient's."""
-    formula = functools.partial(xla.gated_delta, chunk=chunk)
+    formula = functools.partial(xla.gated_delta, begins=begins, chunk=chunk)
     return with_gradient_of(formula, _run)(q, k, v, g, beta, state, length)
 
 
@@ -68,9 +68,12 @@ def commit_state(
 
 def gated_delta_unsupported(
     q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, length: Any,
+    begins: Any = None,
     *, chunk: int,
 ) -> str | None:  # fmt: skip
     """Why this call cannot be served, or None."""
+    if begins is not None:
+        return "begins is given: this kernel does not start samples inside a row; 'xla' does"
     return commit_state_unsupported(k, v, g, beta, state, length, chunk=chunk)
 
 

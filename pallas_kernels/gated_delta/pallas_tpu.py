@@ -63,17 +63,17 @@ class Tiles:
 
 def gated_delta(
     q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, length: Array | None,
-    *, chunk: int,
+    begins: Array | None, *, chunk: int,
 ) -> tuple[Array, Array]:  # fmt: skip
     """See `api.gated_delta`."""
     run = functools.partial(_run, tiles=Tiles.choose(k, chunk), trace=False)
-    formula = functools.partial(xla.gated_delta, chunk=chunk)
+    formula = functools.partial(xla.gated_delta, begins=begins, chunk=chunk)
     return with_gradient_of(formula, run)(q, k, v, g, beta, state, length)
 
 
 def gated_delta_trace(
     q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, length: Array | None,
-    *, chunk: int,
+    begins: Array | None, *, chunk: int,
 ) -> tuple[Array, Array, tuple[Array, ...]]:  # fmt: skip
     """See `api.gated_delta_trace`."""
     tiles = Tiles.choose(k, chunk)
@@ -87,7 +87,7 @@ def gated_delta_trace(
     def formula(*args: Any) -> Any:  # chunks as the kernel cuts them: they are in the result
         padded = [xla.split_time(x, tiles.chunk) for x in args[:5]]
         padded = [x.reshape(x.shape[0], -1, *x.shape[3:]) for x in padded]
-        out, *rest = xla.gated_delta_trace(*padded, *args[5:], chunk=tiles.chunk)
+        out, *rest = xla.gated_delta_trace(*padded, *args[5:], begins, chunk=tiles.chunk)
         return out[:, : args[0].shape[1]], *rest
 
     return with_gradient_of(formula, run)(q, k, v, g, beta, state, length)
@@ -104,9 +104,12 @@ def commit_state(
 
 def gated_delta_unsupported(
     q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, length: Any,
+    begins: Any = None,
     *, chunk: int,
 ) -> str | None:  # fmt: skip
     """Why this call cannot be served, or None."""
+    if begins is not None:
+        return "begins is given: this kernel does not start samples inside a row; 'xla' does"
     return commit_state_unsupported(k, v, g, beta, state, length, chunk=chunk)
 
 

@@ -63,7 +63,9 @@ def _trace(name: str, rows: int, time: int, model: str, *uses: str) -> Spec:
         call=functools.partial(gated_delta_trace, chunk=_SHAPES[model][-1]),
         inputs=functools.partial(_inputs, rows=rows, time=time, model=model),
         floor=_floor(rows, time, model, reads=2, kept=1),
-        naive=lambda q, k, v, g, beta, state: token_serial(q, k, v, g, beta, state, None, chunk=1),
+        naive=lambda q, k, v, g, beta, state: token_serial(
+            q, k, v, g, beta, state, None, None, chunk=1
+        ),
         uses=frozenset(uses),
     )
 
@@ -76,7 +78,7 @@ def _truncated(name: str, rows: int, time: int, model: str, *uses: str) -> Spec:
         return *rest, jnp.round(jnp.linspace(0, time, rows)).astype(jnp.int32)
 
     def naive(k: Array, v: Array, g: Array, beta: Array, state: Array, count: Array) -> Array:
-        return token_serial(k, k, v, g, beta, state, count, chunk=1)[1]
+        return token_serial(k, k, v, g, beta, state, count, None, chunk=1)[1]
 
     return Spec(
         name=f"{name}_{model}",

@@ -9,6 +9,9 @@ beta_i (k_i . k_j) D_ij:
 What does not depend on S is computed for all chunks at once. Only differences of cumulative log
 decays are exponentiated, and only where they are <= 0: the factored form e^{c_i} e^{-c_j}
 overflows under strong decay (pytorch/executorch#21417).
+
+A sample that begins at a position decays all before it by e^-inf = 0: every sum that leads over a
+border is -inf, none is subtracted, and no pair, state or boundary needs a mask of its own.
 """
 
 import functools
@@ -26,10 +29,10 @@ _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 def gated_delta(
     q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, length: Array | None,
-    *, chunk: int,
+    begins: Array | None, *, chunk: int,
 ) -> tuple[Array, Array]:  # fmt: skip
     """See `api.gated_delta`."""
-    q, k, v, g, beta = silence(length, q, k, v, g, beta)
+    q, k, v, g, beta = silence(length, q, k, v, forget(begins, g), beta)
     if k.shape[1] == 1:
         at = lambda x: x[:, 0]
         out, state = _one_token(at(q), at(k), at(v), at(g), at(beta), state)
@@ -41,10 +44,10 @@ def gated_delta(
 
 def gated_delta_trace(
     q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, length: Array | None,
-    *, chunk: int,
+    begins: Array | None, *, chunk: int,
 ) -> tuple[Array, Array, tuple[Array, ...]]:  # fmt: skip
     """See `api.gated_delta_trace`."""
-    q, k, v, g, beta = silence(length, q, k, v, g, beta)
+    q, k, v, g, beta = silence(length, q, k, v, forget(begins, g), beta)
     out, state, kept = _chunked(q, k, v, g, beta, state, chunk, trace=True)
     assert out is not None and kept is not None
     split = lambda x: split_time(x, min(chunk, k.shape[1]))
@@ -67,6 +70,11 @@ def silence(length: Array | None, *arrays: Array) -> tuple[Array, ...]:
     valid = jnp.arange(arrays[0].shape[1])[None] < length[:, None]
     keep = lambda x: jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, 0.0)
     return tuple(keep(x) for x in arrays)
+
+
+def forget(begins: Array | None, g: Array) -> Array:
+    """The log decays with -inf where a sample begins."""
+    return g if begins is None else jnp.where(begins[..., None], -jnp.inf, g)
 
 
 def split_time(x: Array, chunk: int) -> Array:

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from clover_jax.diffusion.corrupt import (
     FALL,
@@ -12,7 +14,9 @@ from clover_jax.diffusion.corrupt import (
     looks_decoded,
     make_batch,
     noise_levels,
+    pack,
 )
+from clover_jax.errors import CloverError
 
 PAD, PROMPT = 0, 100  # prompt tokens are 100, 101, ..., response tokens 1, 2, ...
 SAMPLES = 4000
@@ -30,12 +34,18 @@ EXAMPLES = [
     example(6, 1, 1),
     example(7, 0, 12),
 ]
+ROWS = [(e,) for e in EXAMPLES]
 
 
-def batch(examples, *, seed=0, epoch=0, time=16, blocks=3, block=4):
+def batch(examples, **changes):
+    """One sample a row."""
+    return packed_batch([(e,) for e in examples], **changes)
+
+
+def packed_batch(rows, *, seed=0, epoch=0, time=16, blocks=3, block=4, **options):
     return make_batch(
-        examples, time=time, blocks=blocks, block=block, pad_id=PAD, seed=seed, epoch=epoch,
-        pad_weight=0.05,
+        rows, time=time, blocks=blocks, block=block, pad_id=PAD, seed=seed, epoch=epoch,
+        pad_weight=0.05, **options,
     )  # fmt: skip
 
 
@@ -133,7 +143,8 @@ def test_shapes_and_types():
         "block_weight": ((rows, blocks, block), np.float32),
         "block_follows": ((rows, blocks), np.bool_),
     }
-    assert {name: (a.shape, a.dtype.type) for name, a in got._asdict().items()} == want
+    arrays = {name: a for name, a in got._asdict().items() if a is not None}
+    assert {name: (a.shape, a.dtype.type) for name, a in arrays.items()} == want
 
 
 def test_a_row_by_hand():
@@ -173,13 +184,13 @@ def test_blocks_tile_the_response_and_nothing_else(r):
 def test_a_batch_may_be_split_and_ordered_in_any_way():
     """8x1, 4x2, 1x8: rows are the same bits wherever they stand, and in any bucket."""
     many = [example(sample, 3 + sample % 4, 1 + sample % 12) for sample in range(8)]
-    whole = batch(many)
+    whole = batch(many, packed=True)
     for size in (1, 2, 4):
-        parts = [batch(many[i : i + size]) for i in range(0, 8, size)]
+        parts = [batch(many[i : i + size], packed=True) for i in range(0, 8, size)]
         for name, *pieces in zip(whole._fields, *parts, strict=True):
             np.testing.assert_array_equal(np.concatenate(pieces), getattr(whole, name), name)
     order = np.random.default_rng(0).permutation(8)
-    shuffled = batch([many[i] for i in order])
+    shuffled = batch([many[i] for i in order], packed=True)
     for name, a, b in zip(whole._fields, whole, shuffled, strict=True):
         np.testing.assert_array_equal(a[order], b, name)
     wide = batch(many, time=40, blocks=5)
@@ -205,8 +216,8 @@ def test_an_empty_row_weighs_nothing():
 def test_complementary_views():
     """Each block a second time with the other positions masked: together every one exactly once."""
     args = {"time": 16, "blocks": 3, "block": 4, "pad_id": PAD, "seed": 0, "epoch": 0}
-    one = make_batch(EXAMPLES, **args, pad_weight=0.05)
-    two = make_batch(EXAMPLES, **args, pad_weight=0.05, complementary=True)
+    one = make_batch(ROWS, **args, pad_weight=0.05)
+    two = make_batch(ROWS, **args, pad_weight=0.05, complementary=True)
     for name in ("tokens", "n_valid", "target_weight"):
         np.testing.assert_array_equal(getattr(two, name), getattr(one, name), err_msg=name)
     for name in ("block_index", "block_tokens", "block_weight"):
@@ -250,9 +261,9 @@ def test_share_of_samples_with_frontier_noise():
     drawn = [looks_decoded(0, 0, sample, 0.25) for sample in range(SAMPLES)]
     assert abs(np.mean(drawn) - 0.25) < 0.05
     args = {"time": 16, "blocks": 3, "block": 4, "pad_id": PAD, "seed": 0, "epoch": 0}
-    args |= {"pad_weight": 0.05, "complementary": True}
-    plain = make_batch(EXAMPLES, **args)
-    some, every = (make_batch(EXAMPLES, **args, frontier_share=share) for share in (0.5, 1.0))
+    args |= {"pad_weight": 0.05, "complementary": True, "packed": True}
+    plain = make_batch(ROWS, **args)
+    some, every = (make_batch(ROWS, **args, frontier_share=share) for share in (0.5, 1.0))
     for r, e in enumerate(EXAMPLES):
         same = all(np.array_equal(a[r], b[r]) for a, b in zip(plain, some, strict=True))
         assert same != looks_decoded(0, 0, e.sample, 0.5)
@@ -283,3 +294,103 @@ def test_several_turns():
         got.target_weight[0].tolist() == [0.0] * 2 + [1.0] * 5 + [0.0] * 2 + [1.0] * 2 + [0.0] * 5
     )
     assert got.n_valid[0] == 11
+
+
+# --- packed rows --------------------------------------------------------------------------------
+
+
+def test_a_packed_row_by_hand():
+    """Prompts of 2 and 0, responses of 5 and 3: both grids, and no target across the border."""
+    got = packed_batch([(example(3, 2, 5), example(4, 0, 3)), (example(5, 1, 2),)])
+    row = lambda name: getattr(got, name)[0].tolist()
+    assert row("tokens") == [100, 101, 1, 2, 3, 4, 5, 1, 2, 3, 0, 0, 0, 0, 0, 0]
+    assert row("start") == [0] * 7 + [7] * 3 + [0] * 6
+    assert row("target_weight") == [0.0] * 2 + [1.0] * 5 + [0.0] + [1.0] * 2 + [0.0] * 6
+    assert got.n_valid.tolist() == [10, 3]
+    assert row("block_index") == [2, 6, 7]
+    assert row("block_start") == [0, 0, 7]
+    assert row("block_tokens") == [[1, 2, 3, 4], [5, PAD, PAD, PAD], [1, 2, 3, PAD]]
+    assert not got.start[1].any() and not got.block_start[1].any()
+    assert got.start.dtype == got.block_start.dtype == np.int32
+
+
+@pytest.mark.parametrize("views", (1, 2))
+@pytest.mark.parametrize("share", (0.0, 1.0))
+def test_packing_moves_samples_and_changes_nothing_else(share, views):
+    """Every sample's tokens, targets, blocks and noise are those of its own row."""
+    order = [EXAMPLES[i] for i in (4, 0, 3, 2, 1)]
+    options = {"time": 50, "blocks": 9, "complementary": views == 2, "frontier_share": share}
+    got = packed_batch([order], **options)
+    alone = batch(order, **options, packed=True)
+    at = b = 0
+    for r, e in enumerate(order):
+        n, used = len(e.tokens), len(e.blocks(4))
+        for name in ("tokens", "target_weight"):
+            np.testing.assert_array_equal(
+                getattr(got, name)[0, at : at + n], getattr(alone, name)[r, :n], name
+            )
+        np.testing.assert_array_equal(got.start[0, at : at + n], at)
+        for view in range(0, 9 * views, 9):
+            here, there = (0, slice(view + b, view + b + used)), (r, slice(view, view + used))
+            for name in (
+                "block_tokens", "block_masked", "block_n_valid", "block_weight", "block_follows"
+            ):  # fmt: skip
+                np.testing.assert_array_equal(
+                    getattr(got, name)[here], getattr(alone, name)[there], name
+                )
+            np.testing.assert_array_equal(got.block_start[here], at)
+            np.testing.assert_array_equal(got.block_index[here] - at, alone.block_index[there])
+        at, b = at + n, b + used
+    assert got.n_valid.tolist() == [at]
+    assert not got.block_n_valid[0, b:9].any()
+
+
+def test_start_is_there_when_rows_are_packed_or_the_caller_asks():
+    assert batch(EXAMPLES).start is None and batch(EXAMPLES).block_start is None
+    assert not batch(EXAMPLES, packed=True).start.any()
+    assert packed_batch([tuple(EXAMPLES[:2])], time=20, blocks=4).block_start.any()
+    empty = packed_batch([(), (EXAMPLES[0],)])
+    assert empty.start is None and empty.n_valid.tolist() == [0, 11]
+
+
+@pytest.mark.parametrize("room", ({"time": 16, "blocks": 9}, {"time": 50, "blocks": 2}))
+def test_a_row_that_holds_too_much_is_refused(room):
+    with pytest.raises(CloverError, match="sample 4 ends at token 17 and block 3 of row 1"):
+        packed_batch([(), EXAMPLES[:2]], **room)
+
+
+SIZES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=30)
+
+
+@given(SIZES, st.integers(1, 40), st.integers(1, 8))
+@settings(max_examples=100, deadline=None)
+def test_pack(sizes, time, blocks):
+    """Nothing lost, nothing over, what is left fits nowhere, and `make_batch` takes it."""
+    examples = [example(i, prompt, response) for i, (prompt, response) in enumerate(sizes)]
+    room = {"time": time, "blocks": blocks, "block": 4}
+    rows, left = pack(examples, **room)
+    assert pack(list(examples), **room) == (rows, left)
+    placed = [e for row in rows for e in row]
+    assert sorted(e.sample for e in (*placed, *left)) == list(range(len(sizes)))
+    size = lambda row: (sum(len(e.tokens) for e in row), sum(len(e.blocks(4)) for e in row))
+    assert all(size(row)[0] <= time and size(row)[1] <= blocks for row in rows)
+    assert all(size([e])[0] > time or size([e])[1] > blocks for e in left)
+    # First fit: no later row's longest sample had room in an earlier row when it was placed.
+    for later in range(1, len(rows)):
+        for row in rows[:later]:
+            before = [e for e in row if len(e.tokens) >= len(rows[later][0].tokens)]
+            total = size([*before, rows[later][0]])
+            assert total[0] > time or total[1] > blocks
+    assert packed_batch(rows, time=time, blocks=blocks).n_valid.sum() == sum(
+        len(e.tokens) for e in placed
+    )
+
+
+def test_pack_by_hand():
+    """Longest first, into the oldest row with room; equally long ones in the given order."""
+    examples = [example(i, n - 1, 1) for i, n in enumerate((3, 6, 3, 7, 4, 11))]
+    rows, left = pack(examples, time=10, blocks=3, block=4)
+    assert [[e.sample for e in row] for row in rows] == [[3, 0], [1, 4], [2]]
+    assert [e.sample for e in left] == [5]
+    two = pack(examples, time=10, blocks=1, block=4).rows  # blocks fill a row as well
+    assert [len(row) for row in two] == [1] * 5

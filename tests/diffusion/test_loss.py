@@ -145,8 +145,9 @@ def numbered(prompt: int, response: int, sample: int = 0) -> Example:
 
 def laid_out(examples, *, masked: str = "noise") -> Batch:
     """Blocks of 4; `all` positions masked, or the `first` of each block, or noise."""
+    rows = [(example,) for example in examples]
     batch = make_batch(
-        examples, time=16, blocks=3, block=4, pad_id=39, seed=0, epoch=0, pad_weight=0.05
+        rows, time=16, blocks=3, block=4, pad_id=39, seed=0, epoch=0, pad_weight=0.05
     )
     there = (batch.block_n_valid > 0)[..., None]
     if masked == "all":
@@ -396,9 +397,8 @@ def compiled():
 
 def measure(examples, change=None):
     """(gradients, metrics, batch)."""
-    batch = make_batch(
-        examples, time=24, blocks=2, block=8, pad_id=0, seed=1, epoch=0, pad_weight=0.05
-    )
+    rows = [(example,) for example in examples]
+    batch = make_batch(rows, time=24, blocks=2, block=8, pad_id=0, seed=1, epoch=0, pad_weight=0.05)
     batch = batch if change is None else change(batch)
     return *compiled()(jax.tree.map(jnp.asarray, random_params(REAL)), batch), batch
 

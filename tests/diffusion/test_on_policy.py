@@ -26,8 +26,8 @@ def sample(seed: int, prompt: int, response: int) -> Example:
 
 def batch_of(examples, share: float):
     return make_batch(
-        examples, time=24, blocks=2, block=8, pad_id=0, seed=3, epoch=0, pad_weight=0.05,
-        complementary=True, frontier_share=share,
+        [(e,) for e in examples], time=24, blocks=2, block=8, pad_id=0, seed=3, epoch=0,
+        pad_weight=0.05, complementary=True, frontier_share=share,
     )  # fmt: skip
 
 

@@ -37,13 +37,14 @@ def inputs(capacity: int, sharp: float = 1.0):
 OWN_VALID = np.array([[[1, 1, 1], [1, 0, 1]], [[1, 0, 0], [0, 0, 0]]], bool)
 
 
-def dense(q, k, v, limit, own):
+def dense(q, k, v, limit, own, first=None):
+    first = np.zeros_like(limit) if first is None else first
     out = np.zeros(q.shape)
     for r in range(ROWS):
         for i in range(q.shape[1]):
             for h in range(HEADS):
                 g = h // (HEADS // KV_HEADS)
-                keys, values = k[GROUP, r, g, : limit[r, i]], v[GROUP, r, g, : limit[r, i]]
+                keys, values = (a[GROUP, r, g, first[r, i] : limit[r, i]] for a in (k, v))
                 if own is not None:
                     seen = own.valid[r, i // BLOCK]
                     keys = np.concatenate([keys, own.k[r, i // BLOCK, seen, g]])
@@ -56,10 +57,10 @@ def dense(q, k, v, limit, own):
 
 
 @functools.partial(jax.jit, static_argnames=("differentiable", "impl"))
-def attend(q, k, v, limit, own, *, differentiable=False, impl="xla"):
+def attend(q, k, v, limit, own, first=None, *, differentiable=False, impl="xla"):
     group = jnp.int32(GROUP)
     return block_attention(
-        q, k, v, group, limit, own, scale=SCALE, differentiable=differentiable, impl=impl
+        q, k, v, group, limit, own, first, scale=SCALE, differentiable=differentiable, impl=impl
     )
 
 
@@ -96,6 +97,33 @@ def test_any_limits_and_any_valid_positions(limit, valid):
     assert_close("op", "xla", attend(q, k, v, limit, own), dense(q, k, v, limit, own))
 
 
+CELLS = st.lists(st.integers(0, 2 * KV_TILE), min_size=ROWS * QUERIES, max_size=ROWS * QUERIES)
+
+
+@settings(max_examples=30, deadline=None)
+@given(first=CELLS, limit=CELLS)
+def test_any_first_cells(first, limit):
+    """Whole tiles before the first cell, first cells at or past the limit."""
+    q, k, v, own = inputs(2 * KV_TILE)
+    first, limit = (np.array(a, np.int32).reshape(ROWS, QUERIES) for a in (first, limit))
+    for differentiable in (False, True):
+        got = attend(q, k, v, limit, own, first, differentiable=differentiable)
+        assert_close("op", "xla", got, dense(q, k, v, limit, own, first))
+
+
+def test_cells_before_the_first_cannot_matter():
+    """Bit-equal whatever they hold, in the same tile and in one before."""
+    q, k, v, own = inputs(2 * KV_TILE)
+    limit = np.full((ROWS, QUERIES), 2 * KV_TILE, np.int32)
+    for border in (5, KV_TILE, KV_TILE + 5):
+        first = np.full_like(limit, border)
+        hidden = (np.arange(2 * KV_TILE) < border)[:, None]
+        other = (np.where(hidden, np.float32(1e4), a) for a in (k, v))
+        np.testing.assert_array_equal(
+            attend(q, *other, limit, own, first), attend(q, k, v, limit, own, first)
+        )
+
+
 def test_invalid_positions_cannot_matter():
     q, k, v, own = inputs(2 * KV_TILE)
     limit = np.array(LIMITS["around a tile"], np.int32)
@@ -105,16 +133,19 @@ def test_invalid_positions_cannot_matter():
 
 
 @pytest.mark.parametrize("with_own", (False, True), ids=("causal", "block"))
-def test_reference_is_the_dense_softmax(with_own):
+@pytest.mark.parametrize("first", (None, [[0, 1, 1, 3, 2, 4], [0, 0, 0, 3, 1, 2]]))
+def test_reference_is_the_dense_softmax(first, with_own):
     q, k, v, own = inputs(4)
     limit = np.array([[0, 1, 2, 3, 4, 4], [0, 0, 0, 0, 2, 2]], np.int32)
     own = own if with_own else None
     own = own and BlockKV(*map(jnp.asarray, own))
+    first = first and np.array(first, np.int32)
     got = block_attention(
         *map(jnp.asarray, (q, k, v)), GROUP, jnp.asarray(limit), own,
+        None if first is None else jnp.asarray(first),
         scale=SCALE, differentiable=False, impl="reference",
     )  # fmt: skip
-    assert_close("op", "reference", got, dense(q, k, v, limit, own))
+    assert_close("op", "reference", got, dense(q, k, v, limit, own, first))
 
 
 @pytest.mark.parametrize("with_own", (False, True), ids=("causal", "block"))
@@ -140,17 +171,21 @@ def test_capacity_never_matters():
     np.testing.assert_array_equal(small, large)
 
 
-def test_gradients():
+@pytest.mark.parametrize("first", (None, [[0, 3, 127, 5, 128, 40], [0, 1, 2, 60, 130, 199]]))
+def test_gradients(first):
     """Of every input, against a dense softmax; two tiles, ragged blocks."""
     q, k, v, own = inputs(2 * KV_TILE)
     limit = np.array(LIMITS["around a tile"], np.int32)
+    first = first and np.array(first, np.int32)
     w = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
 
     def plain(q, k, v, own, **_):
         repeat = lambda a: jnp.repeat(a, HEADS // KV_HEADS, axis=-2)
         keys, values = (repeat(jnp.moveaxis(a[GROUP], 1, 2)) for a in (k, v))
         cells = SCALE * jnp.einsum("rihc,rthc->rhit", q, keys)
-        cells = jnp.where(np.arange(2 * KV_TILE) < limit[:, None, :, None], cells, -1e30)
+        cell, low = np.arange(2 * KV_TILE), np.zeros_like(limit) if first is None else first
+        seen = (cell < limit[..., None]) & (cell >= low[..., None])
+        cells = jnp.where(seen[:, None], cells, -1e30)
         mine = np.arange(QUERIES)[:, None] // BLOCK == np.arange(QUERIES)[None] // BLOCK
         mine = mine[None] & own.valid.reshape(ROWS, 1, QUERIES)
         flat = lambda a: repeat(a.reshape(ROWS, QUERIES, KV_HEADS, CHANNEL))
@@ -160,7 +195,7 @@ def test_gradients():
         both = jnp.concatenate([values, flat(own.v)], axis=1)
         return jnp.einsum("rhit,rthc->rihc", probs, both)
 
-    xla = functools.partial(attend, limit=limit, differentiable=True)
+    xla = functools.partial(attend, limit=limit, first=first, differentiable=True)
 
     @functools.partial(jax.jit, static_argnums=0)
     def grads(call, q, k, v, own_k, own_v):

@@ -183,13 +183,16 @@ def test_lowers(spec, machine):
 def test_what_kernels_refuse():
     wide = inputs([[1] * 16], heads=256, channel=256, own=True)
     odd = inputs([[1] * 6], own=True, blocks=2)
+    bounded = (*wide, wide[4])  # any `first`
     half = jax.tree.map(lambda a: a.astype(jnp.float16) if a.dtype == jnp.float32 else a, odd)
     say = pallas_tpu.block_attention_unsupported
     assert "bfloat16 or float32" in (say(*half) or "")
     assert "several blocks must be whole sublanes" in (say(*odd) or "")
     assert "bytes of VMEM" in (say(*wide) or "")
+    assert "first is given" in (say(*bounded) or "")
     say = pallas_gpu.block_attention_unsupported
     assert "bfloat16 only" in (say(*odd) or "")
+    assert "first is given" in (say(*bounded) or "")
     assert "head dim 8" in (say(*inputs([[1]], dtype="bfloat16")) or "")
     ragged = inputs([[1]], dtype="bfloat16", channel=64, capacity=96)
     assert "capacity 96" in (say(*ragged) or "")

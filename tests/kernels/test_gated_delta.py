@@ -222,6 +222,79 @@ def test_ragged_lengths(length, decay):
             np.testing.assert_array_equal(out[r, n:], np.zeros_like(out[r, n:]))
 
 
+BORDERS = st.lists(st.booleans(), min_size=ROWS * TIME, max_size=ROWS * TIME)
+
+
+def alone(x, begins):
+    """Read-outs, and states after every count, of each sample as a call of its own."""
+    out, states = loop(x)
+    for r in range(ROWS):
+        for first in np.flatnonzero(begins[r]):
+            rest = {n: a if n == "state" else a[:, first:] for n, a in x.items()}
+            part, part_states = loop({**rest, "state": np.zeros_like(x["state"])})
+            out[r, first:], states[r, first + 1 :] = part[r], part_states[r, 1:]
+    return out, states
+
+
+@functools.partial(jax.jit, static_argnames="impl", compiler_options=QUICK)
+def in_one_row(x, begins, length, weights, *, impl):
+    """Outputs, last state, states after every count, and gradients of a weighted sum of all."""
+
+    def weighted(x):
+        args = (*(x[n] for n in NAMES), length, begins)
+        out, state, trace = gated_delta_trace(*args, chunk=8, impl=impl)
+        counts = jnp.broadcast_to(jnp.arange(TIME + 1)[:, None], (TIME + 1, ROWS))
+        states = jax.vmap(functools.partial(boundary_state, trace))(counts)
+        again, last = gated_delta(*args, chunk=8, impl=impl)
+        total = jnp.sum((out + again) * weights[0]) + jnp.sum((state + last) * weights[1])
+        return total + jnp.sum(states * weights[1][None]), (out, state, again, last, states)
+
+    grads, values = jax.grad(weighted, has_aux=True)(x)
+    return values, grads
+
+
+@given(BORDERS, st.integers(1, TIME), st.sampled_from(sorted(DECAYS)))
+@settings(max_examples=15, deadline=None)
+def test_samples_in_one_row_are_samples_alone(borders, length, decay):
+    """Borders anywhere: states, read-outs, boundary states, and the gradients' two ways."""
+    x, begins = inputs(TIME, decay), np.array(borders).reshape(ROWS, TIME)
+    lengths = np.array([length, TIME], np.int32)
+    want_out, want_states = alone(x, begins)
+    grads = {}
+    for impl in ("reference", "xla"):
+        (out, state, again, last, states), grads[impl] = in_one_row(
+            x, begins, lengths, weights(TIME), impl=impl
+        )
+        for r, n in enumerate(lengths):
+            for name, got in (("out", out), ("out without trace", again)):
+                assert_close("op", f"{impl} {name} of row {r}", got[r, :n], want_out[r, :n])
+            for name, got in (("state", state), ("state without trace", last)):
+                assert_close("op", f"{impl} {name} of row {r}", got[r], want_states[r, n])
+            for t in range(n + 1):
+                assert_close("op", f"{impl} row {r} after {t}", states[t, r], want_states[r, t])
+    for name in NAMES:
+        got, want = (grads[impl][name] for impl in ("xla", "reference"))
+        assert_close("gradient", f"gradient of {name}", got, want)
+
+
+def test_nothing_passes_a_border():
+    """Of all that stands before it, the start state included, in bits."""
+    x, w = inputs(TIME, "weak"), weights(TIME)
+    lengths = np.full(ROWS, TIME, np.int32)
+    for border in (5, 8):  # in a chunk and at a chunk's start
+        begins = np.arange(TIME)[None] == np.full((ROWS, 1), border)
+        after = np.arange(TIME) >= border
+        other = {n: a if n == "state" else np.where(
+            after.reshape(1, -1, *(1,) * (a.ndim - 2)), a, np.roll(a, 1, axis=0)
+        ) for n, a in x.items()}  # fmt: skip
+        other["state"] = 100 * x["state"]
+        (out, state, *_), _ = in_one_row(x, begins, lengths, w, impl="xla")
+        (changed, last, *_), _ = in_one_row(other, begins, lengths, w, impl="xla")
+        np.testing.assert_array_equal(changed[:, border:], out[:, border:])
+        np.testing.assert_array_equal(last, state)
+        assert (changed[:, :border] != out[:, :border]).any()
+
+
 def test_one_token_is_the_recurrence():
     x = {n: a[:, :1] if n != "state" else a for n, a in inputs(TIME, "mix").items()}
     want_out, want_states = loop(x)
@@ -286,17 +359,20 @@ def test_shards_compute_what_the_whole_does():
     x = {n: np.concatenate([a, a]) for n, a in inputs(TIME, "mix").items()}
     args = [x[n] for n in NAMES]
     length = np.array([TIME, 11, 0, 3], np.int32)
+    begins = np.arange(TIME)[None] == np.array([5, 8, 0, 1])[:, None]
     rules = AxisRules()
     mesh = make_mesh(4, 1, 2)
     call = functools.partial(gated_delta, chunk=8, impl="xla")
-    want = jax.jit(call)(*args, length)
+    want = jax.jit(call)(*args, length, begins)
     shards = jax.shard_map(
         call,
         mesh=mesh,
         in_specs=tuple(rules.spec(axes) for axes in contract.AXES),
         out_specs=tuple(rules.spec(axes) for axes in contract.OUT_AXES),
     )
-    for name, a, b in zip(("out", "state"), jax.jit(shards)(*args, length), want, strict=True):
+    for name, a, b in zip(
+        ("out", "state"), jax.jit(shards)(*args, length, begins), want, strict=True
+    ):
         assert len(a.sharding.device_set) == 8
         assert_close("op", name, a, b)
     part = functools.partial(commit_state, chunk=8, impl="xla")
@@ -306,6 +382,7 @@ def test_shards_compute_what_the_whole_does():
         in_specs=tuple(rules.spec(axes) for axes in contract.COMMIT_AXES),
         out_specs=rules.spec(contract.COMMIT_OUT_AXES),
     )
+    want = jax.jit(call)(*args, length)
     assert_close("op", "commit", jax.jit(shards)(*args[1:], length), want[1])
 
 

@@ -210,17 +210,22 @@ def test_refusals_are_text():
             (1, time, heads), (1, time, heads), (1, heads, width, width),
         )
     ]  # fmt: skip
-    why = lambda machine, *shape, chunk=64: unsupported(
-        API, "gated_delta", f"pallas_{machine}", *shapes(*shape), None, chunk=chunk
+    why = lambda machine, *shape, chunk=64, begins=(): unsupported(
+        API, "gated_delta", f"pallas_{machine}", *shapes(*shape), None, *begins, chunk=chunk
     )
+    begins = (jax.ShapeDtypeStruct((1, 8), jnp.bool_),)
     assert "needs a tpu and this is a cpu" in str(why("tpu", 8, 4, 128))
     with compat.target(compat.MACHINES["v5e"]):
         assert "32 key and 32 value channels" in str(why("tpu", 8, 4, 32))
         assert "chunk is 12: it must be a multiple of 8" in str(why("tpu", 64, 4, 128, chunk=12))
         assert "bytes of vector memory" in str(why("tpu", 128, 64, 128, chunk=128))
         assert why("tpu", 8, 4, 128) is None
+        assert "begins is given" in str(why("tpu", 8, 4, 128, begins=begins))
+        said = explain(API, "gated_delta_trace", *shapes(8, 4, 128), None, *begins, chunk=8)
+        assert "begins is given" in said["pallas_tpu"] and said["xla"] == "serves this call"
     with compat.target(compat.MACHINES["h200"]):
         assert "64 key and 64 value channels" in str(why("gpu", 8, 4, 64))
+        assert "begins is given" in str(why("gpu", 8, 4, 128, begins=begins))
         assert "time is 77: above 32 positions it must be a multiple of 8" in str(
             why("gpu", 77, 4, 128)
         )

@@ -33,7 +33,7 @@ def batch(rows: int, *, time: int = 40, blocks: int = 3):
     tokens = lambda n: rng.integers(10, 150, n).tolist()
     sizes = zip(rng.integers(3, 12, rows), rng.integers(1, 24, rows), strict=True)
     return make_batch(
-        [Example.single(i, tokens(p), tokens(r)) for i, (p, r) in enumerate(sizes)],
+        [(Example.single(i, tokens(p), tokens(r)),) for i, (p, r) in enumerate(sizes)],
         time=time, blocks=blocks, block=BLOCK, pad_id=0, seed=0, epoch=0, pad_weight=0.05,
     )  # fmt: skip
 

@@ -1,0 +1,191 @@
+"""T1: samples packed in one row are samples alone, through the whole model and its loss."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clover_jax.cache import empty_cache
+from clover_jax.diffusion.corrupt import Example, make_batch
+from clover_jax.diffusion.loss import LossConfig, training_loss
+from clover_jax.diffusion.on_policy import follow
+from clover_jax.env import Env
+from clover_jax.errors import CloverError
+from clover_jax.model.transformer import CleanInput, NoisyInput, forward
+from clover_jax.params import named_leaves
+from tests.helpers.limits import assert_close
+from tests.model.small import QUICK, config, random_params
+
+# One GDN and one attention layer. What depends on a sample's beginning is on: the history slot is
+# dropped where the prefix is empty, and the first token of a block rests on the clean stream.
+CFG = config(full_attention_interval=2, vocab_size=60).replace(
+    num_layers=2, logits_position="shifted", **{"bd_gdn.empty_history": "drop"}
+)
+FORBIDDEN = jnp.arange(60) == CFG.mask_token_id
+LENGTHS = (1, 5, 13, 30)
+PROMPTS = (0, 2, 0, 11)  # two samples begin with a block
+TIME, BLOCKS, BLOCK = 52, 8, CFG.block_length
+# In chunks of 8: borders inside chunks, and at 48 one at a chunk's start.
+ORDERS = ((0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0), (1, 2, 3, 0))
+
+
+def sample(i: int, seed: int = 0) -> Example:
+    tokens = np.random.default_rng([seed, i]).integers(10, 60, LENGTHS[i]).tolist()
+    return Example.single(i, tokens[: PROMPTS[i]], tokens[PROMPTS[i] :])
+
+
+SAMPLES = [sample(i) for i in range(4)]
+USED = [len(e.blocks(BLOCK)) for e in SAMPLES]
+
+
+def batch_of(rows, time, blocks, **options):
+    return make_batch(
+        rows, time=time, blocks=blocks, block=BLOCK, pad_id=0, seed=3, epoch=0, pad_weight=0.05,
+        **options,
+    )  # fmt: skip
+
+
+def in_one_row(order, changed=(), **options):
+    """`changed` samples have other tokens."""
+    row = tuple(sample(i, seed=i in changed) for i in order)
+    return batch_of([row], TIME, BLOCKS, **options)
+
+
+def in_rows(**options):
+    """As if there were no packing."""
+    return batch_of([(e,) for e in SAMPLES], 32, 4, **options)
+
+
+def places(order):
+    """(sample, its columns, its blocks) of a packed row."""
+    column = block = 0
+    for i in order:
+        yield i, slice(column, column + LENGTHS[i]), slice(block, block + USED[i])
+        column, block = column + LENGTHS[i], block + USED[i]
+
+
+@jax.jit
+def hidden(params, batch):
+    """Final hidden states of both streams."""
+    b = batch
+    noisy = NoisyInput(
+        b.block_tokens, b.block_masked, b.block_n_valid, b.block_index, b.block_start
+    )
+    clean = CleanInput(b.tokens, b.n_valid, b.start)
+    return forward(params, clean, noisy, None, cfg=CFG, env=Env()).hidden
+
+
+@functools.partial(jax.jit, compiler_options=QUICK)
+def gradients(params, batch):
+    """Of the training loss, and its parts."""
+    loss = functools.partial(
+        training_loss, forbidden=FORBIDDEN, cfg=CFG, env=Env(moe_path="dense"), loss=LossConfig()
+    )
+    grads, parts = jax.grad(loss, has_aux=True)(params, batch)
+    return named_leaves(grads), parts
+
+
+@functools.cache
+def params(decay=None):
+    """Random weights; with `decay`, every head forgets that fast."""
+    tree = jax.tree.map(jnp.asarray, random_params(CFG))
+    if decay is None:
+        return tree
+    linear = tree.layers.linear
+    gdn = linear.linear_attn.replace(A_log=jnp.full_like(linear.linear_attn.A_log, np.log(decay)))
+    return tree.replace(layers=tree.layers.replace(linear=linear.replace(linear_attn=gdn)))
+
+
+@functools.cache
+def alone(decay=None):
+    """Hidden states, gradients and parts of the loss of separate rows."""
+    batch = in_rows()
+    assert batch.start is None
+    return hidden(params(decay), batch), *gradients(params(decay), batch)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_packed_samples_are_samples_alone(order):
+    """Hidden states of both streams, every part of the loss, the gradient of every weight."""
+    batch = in_one_row(order)
+    got, (grads, parts) = hidden(params(), batch), gradients(params(), batch)
+    want, want_grads, want_parts = alone()
+    for i, columns, blocks in places(order):
+        assert_close("hidden", f"clean {i}", got.clean[0, columns], want.clean[i, : LENGTHS[i]])
+        assert_close("hidden", f"blocks {i}", got.noisy[0, blocks], want.noisy[i, : USED[i]])
+    for name in set(parts) - {"history_share"}:  # that one is a mean over rows
+        assert float(parts[name]) == pytest.approx(float(want_parts[name]), rel=1e-5), name
+    for name, leaf in grads.items():
+        assert_close("gradient", name, leaf, want_grads[name])
+
+
+@pytest.mark.parametrize("decay", (1e3, 1e30))
+def test_heads_that_forget_at_once(decay):
+    """Log decays of -1e3 and -1e30 a token: finite, and the same as alone."""
+    order = ORDERS[2]
+    batch = in_one_row(order)
+    got, (grads, _) = hidden(params(decay), batch), gradients(params(decay), batch)
+    want, want_grads, _ = alone(decay)
+    for i, columns, blocks in places(order):
+        assert_close("hidden", f"clean {i}", got.clean[0, columns], want.clean[i, : LENGTHS[i]])
+        assert_close("hidden", f"blocks {i}", got.noisy[0, blocks], want.noisy[i, : USED[i]])
+    for name, leaf in grads.items():
+        assert_close("gradient", name, leaf, want_grads[name])
+
+
+@pytest.mark.parametrize(("order", "changed"), [(ORDERS[2], 3), (ORDERS[0], 3), (ORDERS[1], 0)])
+def test_other_samples_cannot_matter(order, changed):
+    """Bit for bit, whether another one stands before, behind or between."""
+    got, want = (hidden(params(), in_one_row(order, c)) for c in ((changed,), ()))
+    for i, columns, blocks in places(order):
+        same = [
+            np.array_equal(a[0, at], b[0, at])
+            for a, b, at in zip(got, want, (columns, blocks), strict=True)
+        ]
+        assert same == [i != changed] * 2, i
+
+
+def test_noise_that_follows_the_model():
+    """What a block's first view leaves masked is what it leaves alone."""
+    options = {"complementary": True, "frontier_share": 1.0}
+    call = functools.partial(
+        follow, forbidden=FORBIDDEN, threshold=0.05, cfg=CFG, env=Env(moe_path="dense")
+    )
+    call = jax.jit(call, compiler_options=QUICK)
+    order = ORDERS[1]
+    got, want = (call(params(), b) for b in (in_one_row(order, **options), in_rows(**options)))
+    for i, _, blocks in places(order):
+        second = slice(blocks.start + BLOCKS, blocks.stop + BLOCKS)
+        for name in ("block_masked", "block_n_valid"):
+            a, b = (np.asarray(getattr(x, name)) for x in (got, want))
+            np.testing.assert_array_equal(a[0, blocks], b[i, : USED[i]], name)
+            np.testing.assert_array_equal(a[0, second], b[i, 4 : 4 + USED[i]], name)
+    revealed = (
+        np.asarray(want.block_masked[:, :4]).sum() - np.asarray(want.block_masked[:, 4:]).sum()
+    )
+    assert revealed > 8  # more than one a block: the threshold played a part
+
+
+def test_what_packing_cannot_serve_is_refused():
+    batch = jax.tree.map(jnp.asarray, in_one_row(ORDERS[0]))
+    clean = CleanInput(batch.tokens, batch.n_valid, batch.start)
+    noisy = NoisyInput(
+        batch.block_tokens,
+        batch.block_masked,
+        batch.block_n_valid,
+        batch.block_index,
+        batch.block_start,
+    )
+    call = functools.partial(forward, params(), cfg=CFG, env=Env())
+    with pytest.raises(CloverError, match="start is given with a cache"):
+        call(clean, None, empty_cache(CFG, 1, 64))
+    for one, other in (
+        (clean, noisy._replace(start=None)),
+        (clean._replace(start=None), noisy),
+        (None, noisy),
+        (clean, noisy._replace(index=None)),
+    ):
+        with pytest.raises(CloverError, match="start is given for one stream"):
+            call(one, other, None)
