@@ -16,7 +16,7 @@ from clover_jax.cli.session import load_with_bar, parse_token_ids
 from clover_jax.config import ModelConfig
 from clover_jax.data import tasks
 from clover_jax.data.tokenizer import Tokenizer
-from clover_jax.diffusion.corrupt import Example, make_batch
+from clover_jax.diffusion.corrupt import Example, NoiseConfig, make_batch
 from clover_jax.diffusion.loss import LossConfig
 from clover_jax.errors import CloverError
 from clover_jax.eval.card_report import require_pyplot
@@ -226,8 +226,7 @@ def _training_request(flags: Verify, cfg: ModelConfig) -> Tensors:
         pad_id=0,
         seed=flags.seed,
         epoch=0,
-        pad_weight=0.05,
-        complementary=True,
+        noise=NoiseConfig(),
     )
     forbidden = np.zeros(cfg.vocab_size, np.uint8)
     forbidden[cfg.mask_token_id] = 1

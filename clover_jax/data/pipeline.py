@@ -1,24 +1,27 @@
 """From samples to rows, and batches of task items. Batch `step` is a pure function of the
 configuration.
 
-Samples are not packed: a row is one sample. To keep padding small, a window of samples is sorted by
-size and cut into batches, each in the smallest bucket that holds all of its samples.
+A row is one sample unless packing is asked for. To keep padding small, a window of samples is
+sorted by size and cut into batches, each in the smallest bucket that holds all of its samples.
 """
 
 import dataclasses
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from clover_jax.data import tasks
 from clover_jax.data.chat import tokenize_prompt
 from clover_jax.data.tokenizer import Tokenizer
-from clover_jax.diffusion.corrupt import Batch, Example, make_batch
+from clover_jax.diffusion.corrupt import Batch, Example, NoiseConfig, make_batch, pack
 from clover_jax.errors import CloverError
 
 WINDOW = 16  # batches sorted together
+
+NOISE = NoiseConfig()
+type Rows = Sequence[Sequence[Example]]  # the samples of each row of a batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,17 +32,15 @@ class RowConfig:
         rows: samples per batch.
         buckets: (tokens, response blocks) of a row, ascending.
         seed: of the data and the noise.
-        pad_weight: loss weight of the pads after a stop.
-        complementary: every block twice, with complementary noise.
-        frontier_share: share of the samples whose blocks are known from the left, as in decoding.
+        noise: how blocks are corrupted. A curriculum's lengths change with a window of batches.
+        packed: rows of the largest bucket hold several samples, which do not see each other.
     """
 
     rows: int = 32
     buckets: tuple[tuple[int, int], ...] = ((48, 1), (80, 2), (144, 4))
     seed: int = 0
-    pad_weight: float = 0.05
-    complementary: bool = True
-    frontier_share: float = 0.0
+    noise: NoiseConfig = NOISE
+    packed: bool = False
 
     def __post_init__(self) -> None:
         widths, blocks = zip(*self.buckets, strict=True) if self.buckets else ((), ())
@@ -49,18 +50,18 @@ class RowConfig:
                 f"data rows {self.rows}, buckets {self.buckets}: expected at least one row and "
                 "buckets of at least one token and block that ascend in both"
             )
-        if not 0 <= self.frontier_share <= 1:
-            raise CloverError(
-                f"data frontier_share is {self.frontier_share}: expected a share from 0 to 1"
-            )
-        if self.seed < 0 or not 0 <= self.pad_weight < float("inf"):
-            raise CloverError(
-                f"data seed {self.seed}, pad_weight {self.pad_weight}: expected numbers >= 0"
-            )
+        if self.seed < 0:
+            raise CloverError(f"data seed is {self.seed}: expected a number >= 0")
 
-    def bucket(self, example: Example, block: int) -> int:
-        """The smallest bucket that holds a sample, or their number if none does."""
-        blocks = len(example.blocks(block))
+    def length_of(self, block: int, *, epoch: int, step: int) -> Callable[[Example], int]:
+        """Block length of each sample in a model of block length `block`."""
+        return lambda example: self.noise.length(
+            block, seed=self.seed, epoch=epoch, sample=example.sample, step=step
+        )
+
+    def bucket(self, example: Example, length: int) -> int:
+        """The smallest bucket for a sample in blocks of a length, or their number if none is."""
+        blocks = len(example.blocks(length))
         fits = [
             i
             for i, (time, most) in enumerate(self.buckets)
@@ -69,36 +70,56 @@ class RowConfig:
         return fits[0] if fits else len(self.buckets)
 
     def batches(
-        self, examples: Sequence[Example], count: int, *, block: int, shuffle: str
-    ) -> list[list[Example]]:
-        """A window of samples cut into `count` batches of similar sizes, in a random order.
+        self,
+        examples: Sequence[Example],
+        count: int,
+        *,
+        length_of: Callable[[Example], int],
+        shuffle: str,
+    ) -> Sequence[Rows]:
+        """A window of samples cut into batches, in a random order.
+
+        Unpacked, `count` batches of samples of similar sizes, one a row; packed, as many batches of
+        the largest bucket as it takes.
 
         Args:
             examples: each fits a bucket.
             count: of batches, enough for `rows` to hold every sample.
-            block: block length.
+            length_of: block length of a sample.
             shuffle: seed of the order of the batches.
         """
-        ordered = sorted(examples, key=lambda e: (self.bucket(e, block), len(e.tokens)))
-        parts = [list(part) for part in np.array_split(np.arange(len(ordered)), count)]
+        if self.packed:
+            time, blocks = self.buckets[-1]
+            rows = pack(examples, time=time, blocks=blocks, length_of=length_of).rows
+            parts: list[Rows] = [rows[i : i + self.rows] for i in range(0, len(rows), self.rows)]
+        else:
+            size = lambda e: (self.bucket(e, length_of(e)), len(e.tokens))
+            ordered = [(e,) for e in sorted(examples, key=size)]
+            cuts = np.array_split(np.arange(len(ordered)), count)
+            parts = [[ordered[i] for i in part] for part in cuts]
         random.Random(shuffle).shuffle(parts)
-        return [[ordered[i] for i in part] for part in parts]
+        return parts
 
-    def lay_out(self, examples: Sequence[Example], *, block: int, pad_id: int, epoch: int) -> Batch:
-        """At most `rows` samples in the smallest bucket that holds all, filled up with empty rows."""
-        time, blocks = self.buckets[max((self.bucket(e, block) for e in examples), default=0)]
-        rows = [(example,) for example in examples]
+    def lay_out(
+        self, rows: Rows, *, block: int, tokenizer: Tokenizer, epoch: int, step: int
+    ) -> Batch:
+        """At most `rows` rows in the smallest bucket that holds all, filled up with empty ones."""
+        length_of = self.length_of(block, epoch=epoch, step=step)
+        sizes = [self.bucket(e, length_of(e)) for row in rows for e in row]
+        time, blocks = self.buckets[-1 if self.packed else max(sizes, default=0)]
+        ids = np.arange(tokenizer.vocab_size)
         return make_batch(
-            rows + [()] * (self.rows - len(rows)),
+            [*rows, *[()] * (self.rows - len(rows))],
             time=time,
             blocks=blocks,
             block=block,
-            pad_id=pad_id,
+            pad_id=tokenizer.pad_id,
             seed=self.seed,
             epoch=epoch,
-            pad_weight=self.pad_weight,
-            complementary=self.complementary,
-            frontier_share=self.frontier_share,
+            noise=self.noise,
+            step=step,
+            substitutes=ids[ids != tokenizer.mask_id],
+            packed=self.packed,
         )
 
 
@@ -119,7 +140,16 @@ class TaskBatches:
     def __init__(
         self, tokenizer: Tokenizer, config: DataConfig, *, block: int, split: str = "train"
     ) -> None:
-        """`block` is the model's block length, `split` one of `tasks.SPLITS`."""
+        """`block` is the model's block length, `split` one of `tasks.SPLITS`.
+
+        Raises:
+            CloverError: the config asks for packed rows.
+        """
+        if config.packed:
+            raise CloverError(
+                "data packed is true: the tasks are drawn without end, so batches of like sizes "
+                "leave little padding; expected false"
+            )
         self.config = config
         self.tokenizer = tokenizer
         self._block = block
@@ -136,22 +166,26 @@ class TaskBatches:
     def batch(self, step: int) -> Batch:
         """The batch of a training step."""
         window, place = divmod(step, WINDOW)
-        examples = self._window(window)[place]
-        pad_id = self.tokenizer.pad_id
-        return self.config.lay_out(examples, block=self._block, pad_id=pad_id, epoch=0)
+        return self.config.lay_out(
+            self._window(window)[place],
+            block=self._block,
+            tokenizer=self.tokenizer,
+            epoch=0,
+            step=window * WINDOW,
+        )
 
-    def _make_window(self, window: int) -> list[list[Example]]:
-        rows, buckets = self.config.rows, self.config.buckets
-        first = window * WINDOW * rows
-        examples = [self.example(first + i) for i in range(WINDOW * rows)]
-        examples = [e for e in examples if self.config.bucket(e, self._block) < len(buckets)]
-        if not examples:
+    def _make_window(self, window: int) -> Sequence[Rows]:
+        config = self.config
+        length_of = config.length_of(self._block, epoch=0, step=window * WINDOW)
+        first, count = window * WINDOW * config.rows, WINDOW * config.rows
+        examples = [self.example(first + i) for i in range(count)]
+        fits = [e for e in examples if config.bucket(e, length_of(e)) < len(config.buckets)]
+        if not fits:
             raise CloverError(
-                f"no sample of window {window} fits a bucket of {buckets} (tokens, "
+                f"no sample of window {window} fits a bucket of {config.buckets} (tokens, "
                 "response blocks): choose a larger one"
             )
-        shuffle = f"{self.config.seed}\0{window}"
-        return self.config.batches(examples, WINDOW, block=self._block, shuffle=shuffle)
+        return config.batches(fits, WINDOW, length_of=length_of, shuffle=f"{config.seed}\0{window}")
 
 
 def to_example(tokenizer: Tokenizer, item: tasks.Item, *, thinking: bool, sample: int) -> Example:

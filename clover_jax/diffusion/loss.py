@@ -90,7 +90,7 @@ def training_loss(
         if loss.follow_above is not None:
             batch = follow(params, batch, forbidden, threshold=loss.follow_above, cfg=cfg, env=env)
         noisy = NoisyInput(
-            batch.block_tokens,
+            batch.block_shown,
             batch.block_masked,
             batch.block_n_valid,
             batch.block_index,
@@ -114,7 +114,8 @@ def training_loss(
     if loss.diffusion:
         previous = before_blocks(out.hidden.clean, batch.block_index, batch.block_start)
         hidden = align_logits(out.hidden.noisy, previous, cfg.logits_position)
-        weight = jnp.where(batch.block_masked, batch.block_weight, 0.0)
+        asked = batch.block_masked | (batch.block_shown != batch.block_tokens)
+        weight = jnp.where(asked, batch.block_weight, 0.0)
         weight = jnp.where((batch.block_n_valid > 0)[..., None], weight, 0.0)
         if loss.diffusion_weighting == "inverse_t":
             share = jnp.mean(batch.block_masked.astype(jnp.float32), axis=-1, keepdims=True)

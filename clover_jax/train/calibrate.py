@@ -82,7 +82,7 @@ def residual(
     """Mean residual; and per GDN layer and valid length the sum of residuals and their number."""
     params = with_scalars(params, scalars)
     noisy = NoisyInput(
-        batch.block_tokens,
+        batch.block_shown,
         batch.block_masked,
         batch.block_n_valid,
         batch.block_index,

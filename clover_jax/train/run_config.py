@@ -89,9 +89,10 @@ class RunConfig:
                 f"pre-training has no blocks, but loss.diffusion is {self.loss.diffusion} and "
                 f"calibration_steps {self.calibration_steps}: expected 0 for both"
             )
-        if self.loss.follow_above is not None and not self.data.complementary:
+        if self.loss.follow_above is not None and not self.data.noise.complementary:
             raise CloverError(
-                "loss.follow_above needs two views of each block, but data.complementary is false"
+                "loss.follow_above needs two views of each block, but data.noise.complementary is "
+                "false"
             )
 
 

@@ -6,13 +6,13 @@ import pytest
 from clover_jax.data import bpe, tasks
 from clover_jax.data.pipeline import WINDOW, DataConfig, TaskBatches, to_example
 from clover_jax.data.tokenizer import Tokenizer
+from clover_jax.diffusion.corrupt import NoiseConfig
 from clover_jax.errors import CloverError
 
 BLOCK = 16
 MIX = tasks.Mix((("chain_sum", 1.0), ("gcd", 1.0)), thinking_share=0.5)
-CONFIG = DataConfig(
-    mix=MIX, rows=4, buckets=((40, 1), (64, 2), (120, 6)), seed=3, complementary=False
-)
+ONE_VIEW = NoiseConfig(complementary=False)
+CONFIG = DataConfig(mix=MIX, rows=4, buckets=((40, 1), (64, 2), (120, 6)), seed=3, noise=ONE_VIEW)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_a_batch_depends_on_its_step_only(tokenizer):
 
 
 def test_the_seed_changes_samples_and_noise(tokenizer):
-    other = DataConfig(mix=MIX, rows=4, buckets=CONFIG.buckets, seed=4, complementary=False)
+    other = DataConfig(mix=MIX, rows=4, buckets=CONFIG.buckets, seed=4, noise=ONE_VIEW)
     a, b = (contents(batches(tokenizer, config).batch(0)) for config in (CONFIG, other))
     assert not set(a) & set(b)
 
@@ -117,7 +117,7 @@ def test_sorting_keeps_padding_small(tokenizer):
 
 def test_noise_is_the_samples_own(tokenizer):
     """The same sample in another batch size has the same masks."""
-    other = DataConfig(mix=MIX, rows=8, buckets=CONFIG.buckets, seed=3, complementary=False)
+    other = DataConfig(mix=MIX, rows=8, buckets=CONFIG.buckets, seed=3, noise=ONE_VIEW)
     masks = {}
     for config in (CONFIG, other):
         reader = batches(tokenizer, config)
@@ -163,6 +163,28 @@ def test_buckets_that_hold_no_sample_are_refused(tokenizer):
         reader.batch(0)
 
 
+def test_blocks_of_several_lengths(tokenizer):
+    """Each sample draws its own, and the curriculum cuts it; the bucket is of that length."""
+    noise = NoiseConfig(complementary=False, lengths=(8, 16), curriculum=((0, 8), (WINDOW, 16)))
+    reader = batches(
+        tokenizer, DataConfig(mix=MIX, rows=4, buckets=((120, 16),), seed=3, noise=noise)
+    )
+    seen = [set(), set()]
+    for window in (0, 1):
+        for step in range(window * WINDOW, window * WINDOW + 4):
+            batch = reader.batch(step)
+            for index, n in zip(batch.block_index, batch.block_n_valid, strict=True):
+                seen[window] |= set(n[n > 0].tolist())
+                for length in np.diff(index[n > 0]):
+                    assert length == n[0]
+    assert seen == [{8}, {8, 16}]
+
+
+def test_tasks_are_not_packed(tokenizer):
+    with pytest.raises(CloverError, match="packed"):
+        batches(tokenizer, DataConfig(mix=MIX, packed=True))
+
+
 def test_unknown_split(tokenizer):
     with pytest.raises(CloverError, match="split is 'dev'"):
         batches(tokenizer, split="dev").batch(0)
@@ -177,8 +199,6 @@ BAD = {
     "no tokens": {"buckets": ((0, 1),)},
     "no blocks": {"buckets": ((48, 0),)},
     "negative seed": {"seed": -1},  # the generator of the noise takes none
-    "negative weight": {"pad_weight": -0.1},
-    "no number": {"pad_weight": float("nan")},
 }
 
 

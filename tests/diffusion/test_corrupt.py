@@ -9,6 +9,7 @@ from clover_jax.diffusion.corrupt import (
     FALL,
     WHOLE,
     Example,
+    NoiseConfig,
     block_noise,
     frontier_noise,
     looks_decoded,
@@ -42,16 +43,28 @@ def batch(examples, **changes):
     return packed_batch([(e,) for e in examples], **changes)
 
 
-def packed_batch(rows, *, seed=0, epoch=0, time=16, blocks=3, block=4, **options):
+ONE_VIEW = NoiseConfig(complementary=False)
+
+
+def packed_batch(rows, *, seed=0, epoch=0, time=16, blocks=3, block=4, noise=ONE_VIEW, **options):
     return make_batch(
         rows, time=time, blocks=blocks, block=block, pad_id=PAD, seed=seed, epoch=epoch,
-        pad_weight=0.05, **options,
+        noise=noise, **options,
     )  # fmt: skip
 
 
-def noise(blocks: int, block: int, *, seed: int = 0, samples: int = SAMPLES):
+def noise(
+    blocks: int,
+    block: int,
+    *,
+    seed: int = 0,
+    samples: int = SAMPLES,
+    config: NoiseConfig = ONE_VIEW,
+):
     """Masks of many samples, [samples, blocks, block]."""
-    return np.stack([block_noise(seed, 0, sample, blocks, block) for sample in range(samples)])
+    return np.stack(
+        [block_noise(seed, 0, sample, blocks, block, config) for sample in range(samples)]
+    )
 
 
 # --- noise --------------------------------------------------------------------------------------
@@ -110,6 +123,26 @@ def test_positions_are_masked_independently():
     assert np.abs(pairs - 1 / 3).max() < 5 * 0.47 / SAMPLES**0.5
 
 
+@pytest.mark.parametrize("antithetic", (True, False))
+def test_a_band_bounds_the_share_of_masks(antithetic):
+    """With 400 positions a block's share is its t within 5 standard deviations."""
+    config = NoiseConfig(band=(0.3, 0.8), antithetic=antithetic)
+    share = noise(2, 400, samples=300, config=config).mean(axis=-1)
+    assert share.min() > 0.3 - 0.125 and share.max() < 0.8 + 0.125
+    assert abs(share.mean() - 0.55) < 0.02
+    assert share.max() - share.min() > 0.45
+    # The two levels of a sample lie half the band apart, or anywhere.
+    apart = np.abs(share[:, 0] - share[:, 1])
+    assert (abs(apart - 0.25).max() < 0.2) == antithetic
+
+
+def test_levels_need_not_be_antithetic():
+    t = np.stack([noise_levels(0, 0, s, 3, antithetic=False) for s in range(SAMPLES)])
+    assert abs(np.corrcoef(t.T)[np.triu_indices(3, 1)]).max() < 0.06
+    spread = np.stack([noise_levels(0, 0, s, 3) for s in range(SAMPLES)])
+    assert (np.corrcoef(spread.T)[np.triu_indices(3, 1)] < -0.3).all()
+
+
 def test_every_block_has_a_mask():
     assert noise(4, 2, samples=500).any(axis=-1).all()
     assert noise(3, 1, samples=20).all()  # block length 1: that one
@@ -122,8 +155,10 @@ def test_noise_depends_on_seed_epoch_and_sample(changed):
         numbers[changed] = 1
     else:
         numbers = [1, 1, 0]
-    assert (block_noise(*numbers, 4, 32) != block_noise(0, 0, 0, 4, 32)).any()
-    np.testing.assert_array_equal(block_noise(*numbers, 4, 32), block_noise(*numbers, 4, 32))
+    assert (block_noise(*numbers, 4, 32, ONE_VIEW) != block_noise(0, 0, 0, 4, 32, ONE_VIEW)).any()
+    np.testing.assert_array_equal(
+        block_noise(*numbers, 4, 32, ONE_VIEW), block_noise(*numbers, 4, 32, ONE_VIEW)
+    )
 
 
 # --- layout -------------------------------------------------------------------------------------
@@ -138,6 +173,7 @@ def test_shapes_and_types():
         "target_weight": ((rows, time), np.float32),
         "block_index": ((rows, blocks), np.int32),
         "block_tokens": ((rows, blocks, block), np.int32),
+        "block_shown": ((rows, blocks, block), np.int32),
         "block_masked": ((rows, blocks, block), np.bool_),
         "block_n_valid": ((rows, blocks), np.int32),
         "block_weight": ((rows, blocks, block), np.float32),
@@ -216,8 +252,8 @@ def test_an_empty_row_weighs_nothing():
 def test_complementary_views():
     """Each block a second time with the other positions masked: together every one exactly once."""
     args = {"time": 16, "blocks": 3, "block": 4, "pad_id": PAD, "seed": 0, "epoch": 0}
-    one = make_batch(ROWS, **args, pad_weight=0.05)
-    two = make_batch(ROWS, **args, pad_weight=0.05, complementary=True)
+    one = make_batch(ROWS, **args, noise=ONE_VIEW)
+    two = make_batch(ROWS, **args, noise=NoiseConfig())
     for name in ("tokens", "n_valid", "target_weight"):
         np.testing.assert_array_equal(getattr(two, name), getattr(one, name), err_msg=name)
     for name in ("block_index", "block_tokens", "block_weight"):
@@ -261,9 +297,11 @@ def test_share_of_samples_with_frontier_noise():
     drawn = [looks_decoded(0, 0, sample, 0.25) for sample in range(SAMPLES)]
     assert abs(np.mean(drawn) - 0.25) < 0.05
     args = {"time": 16, "blocks": 3, "block": 4, "pad_id": PAD, "seed": 0, "epoch": 0}
-    args |= {"pad_weight": 0.05, "complementary": True, "packed": True}
-    plain = make_batch(ROWS, **args)
-    some, every = (make_batch(ROWS, **args, frontier_share=share) for share in (0.5, 1.0))
+    args |= {"packed": True}
+    plain = make_batch(ROWS, **args, noise=NoiseConfig())
+    some, every = (
+        make_batch(ROWS, **args, noise=NoiseConfig(frontier_share=share)) for share in (0.5, 1.0)
+    )
     for r, e in enumerate(EXAMPLES):
         same = all(np.array_equal(a[r], b[r]) for a, b in zip(plain, some, strict=True))
         assert same != looks_decoded(0, 0, e.sample, 0.5)
@@ -280,6 +318,65 @@ def test_share_of_samples_with_frontier_noise():
     blocks = plain.block_n_valid[:, :3] > 0
     np.testing.assert_array_equal(every.block_follows[:, 3:], blocks)
     assert not every.block_follows[:, :3].any() and not plain.block_follows.any()
+
+
+def test_substitutes_are_shown_and_nothing_else_changes():
+    """About the share of all positions, each with an id that is on offer; drawn per sample."""
+    many = [example(i, 3, 12) for i in range(400)]
+    ids = np.arange(200, 300)
+    plain = batch(many, noise=NoiseConfig())
+    config = NoiseConfig(substituted=0.25)
+    got = batch(many, noise=config, substitutes=ids)
+    for name in set(plain._fields) - {"block_shown"}:
+        np.testing.assert_array_equal(getattr(got, name), getattr(plain, name), name)
+    np.testing.assert_array_equal(plain.block_shown, plain.block_tokens)
+    wrong = got.block_shown != got.block_tokens
+    assert np.isin(got.block_shown[wrong], ids).all()
+    inside = got.block_n_valid > 0
+    assert abs(wrong[inside].mean() - 0.25) < 0.02
+    again = batch(many[5:6], noise=config, substitutes=ids)
+    np.testing.assert_array_equal(again.block_shown[0], got.block_shown[5])
+
+
+def test_blocks_of_several_lengths_by_hand():
+    """A response of 6 in blocks of 2 of a model of block length 4: positions past 2 are no part."""
+    config = NoiseConfig(complementary=False, lengths=(2,))
+    got = batch([example(3, 5, 5)], blocks=4, noise=config)
+    assert got.block_index[0].tolist() == [5, 7, 9, 0]
+    assert got.block_n_valid[0].tolist() == [2, 2, 2, 0]
+    assert got.block_tokens[0].tolist()[:3] == [[1, 2, PAD, PAD], [3, 4, PAD, PAD], [5] + [PAD] * 3]
+    assert got.block_weight[0, 2].tolist() == [1.0, np.float32(0.05), 0.0, 0.0]
+    assert not got.block_masked[0, :, 2:].any()
+
+
+def test_lengths_are_drawn_and_the_curriculum_cuts_them():
+    config = NoiseConfig(lengths=(4, 8, 16), curriculum=((0, 4), (100, 8), (200, 32)))
+    draw = lambda step: [
+        config.length(16, seed=0, epoch=0, sample=sample, step=step) for sample in range(600)
+    ]
+    assert set(draw(99)) == {4} and set(draw(100)) == {4, 8}
+    counts = np.bincount(draw(200), minlength=17)[[4, 8, 16]]
+    assert counts.sum() == 600 and (abs(counts - 200) < 60).all()
+    assert NoiseConfig().length(16, seed=0, epoch=0, sample=3) == 16
+    with pytest.raises(CloverError, match="at most the model's block length, 8"):
+        config.length(8, seed=0, epoch=0, sample=0)
+
+
+BAD_NOISE = {
+    "band": {"band": (0.5, 0.5)},
+    "share": {"frontier_share": 1.5},
+    "substituted": {"substituted": -0.1},
+    "weight": {"pad_weight": float("nan")},
+    "length": {"lengths": (4, 0)},
+    "curriculum": {"curriculum": ((10, 4), (0, 8))},
+    "longest": {"curriculum": ((0, 0),)},
+}
+
+
+@pytest.mark.parametrize("changes", BAD_NOISE.values(), ids=BAD_NOISE)
+def test_bad_noise_is_refused(changes):
+    with pytest.raises(CloverError, match="noise"):
+        NoiseConfig(**changes)
 
 
 def test_several_turns():
@@ -319,7 +416,8 @@ def test_a_packed_row_by_hand():
 def test_packing_moves_samples_and_changes_nothing_else(share, views):
     """Every sample's tokens, targets, blocks and noise are those of its own row."""
     order = [EXAMPLES[i] for i in (4, 0, 3, 2, 1)]
-    options = {"time": 50, "blocks": 9, "complementary": views == 2, "frontier_share": share}
+    config = NoiseConfig(complementary=views == 2, frontier_share=share)
+    options = {"time": 50, "blocks": 9, "noise": config}
     got = packed_batch([order], **options)
     alone = batch(order, **options, packed=True)
     at = b = 0
@@ -367,7 +465,7 @@ SIZES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=30)
 def test_pack(sizes, time, blocks):
     """Nothing lost, nothing over, what is left fits nowhere, and `make_batch` takes it."""
     examples = [example(i, prompt, response) for i, (prompt, response) in enumerate(sizes)]
-    room = {"time": time, "blocks": blocks, "block": 4}
+    room = {"time": time, "blocks": blocks, "length_of": lambda e: 4}
     rows, left = pack(examples, **room)
     assert pack(list(examples), **room) == (rows, left)
     placed = [e for row in rows for e in row]
@@ -389,8 +487,8 @@ def test_pack(sizes, time, blocks):
 def test_pack_by_hand():
     """Longest first, into the oldest row with room; equally long ones in the given order."""
     examples = [example(i, n - 1, 1) for i, n in enumerate((3, 6, 3, 7, 4, 11))]
-    rows, left = pack(examples, time=10, blocks=3, block=4)
+    rows, left = pack(examples, time=10, blocks=3, length_of=lambda e: 4)
     assert [[e.sample for e in row] for row in rows] == [[3, 0], [1, 4], [2]]
     assert [e.sample for e in left] == [5]
-    two = pack(examples, time=10, blocks=1, block=4).rows  # blocks fill a row as well
+    two = pack(examples, time=10, blocks=1, length_of=lambda e: 4).rows  # blocks fill a row as well
     assert [len(row) for row in two] == [1] * 5

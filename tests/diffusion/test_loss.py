@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from clover_jax.diffusion import loss as loss_module
-from clover_jax.diffusion.corrupt import Batch, Example, make_batch
+from clover_jax.diffusion.corrupt import Batch, Example, NoiseConfig, make_batch
 from clover_jax.diffusion.loss import (
     LossConfig,
     as_arrays,
@@ -147,7 +147,14 @@ def laid_out(examples, *, masked: str = "noise") -> Batch:
     """Blocks of 4; `all` positions masked, or the `first` of each block, or noise."""
     rows = [(example,) for example in examples]
     batch = make_batch(
-        rows, time=16, blocks=3, block=4, pad_id=39, seed=0, epoch=0, pad_weight=0.05
+        rows,
+        time=16,
+        blocks=3,
+        block=4,
+        pad_id=39,
+        seed=0,
+        epoch=0,
+        noise=NoiseConfig(complementary=False),
     )
     there = (batch.block_n_valid > 0)[..., None]
     if masked == "all":
@@ -398,7 +405,16 @@ def compiled():
 def measure(examples, change=None):
     """(gradients, metrics, batch)."""
     rows = [(example,) for example in examples]
-    batch = make_batch(rows, time=24, blocks=2, block=8, pad_id=0, seed=1, epoch=0, pad_weight=0.05)
+    batch = make_batch(
+        rows,
+        time=24,
+        blocks=2,
+        block=8,
+        pad_id=0,
+        seed=1,
+        epoch=0,
+        noise=NoiseConfig(complementary=False),
+    )
     batch = batch if change is None else change(batch)
     return *compiled()(jax.tree.map(jnp.asarray, random_params(REAL)), batch), batch
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clover_jax.cache import empty_cache
-from clover_jax.diffusion.corrupt import Example, make_batch
+from clover_jax.diffusion.corrupt import Example, NoiseConfig, make_batch
 from clover_jax.diffusion.on_policy import follow
 from clover_jax.env import Env
 from clover_jax.model.transformer import extend, preview
@@ -27,7 +27,7 @@ def sample(seed: int, prompt: int, response: int) -> Example:
 def batch_of(examples, share: float):
     return make_batch(
         [(e,) for e in examples], time=24, blocks=2, block=8, pad_id=0, seed=3, epoch=0,
-        pad_weight=0.05, complementary=True, frontier_share=share,
+        noise=NoiseConfig(frontier_share=share),
     )  # fmt: skip
 
 

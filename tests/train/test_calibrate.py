@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from clover_jax.config import BDGDNConfig
-from clover_jax.diffusion.corrupt import Example, make_batch
+from clover_jax.diffusion.corrupt import Example, NoiseConfig, make_batch
 from clover_jax.env import Env
 from clover_jax.train.calibrate import (
     SCALARS,
@@ -34,7 +34,7 @@ def batch(rows: int, *, time: int = 40, blocks: int = 3):
     sizes = zip(rng.integers(3, 12, rows), rng.integers(1, 24, rows), strict=True)
     return make_batch(
         [(Example.single(i, tokens(p), tokens(r)),) for i, (p, r) in enumerate(sizes)],
-        time=time, blocks=blocks, block=BLOCK, pad_id=0, seed=0, epoch=0, pad_weight=0.05,
+        time=time, blocks=blocks, block=BLOCK, pad_id=0, seed=0, epoch=0, noise=NoiseConfig(complementary=False),
     )  # fmt: skip
 
 

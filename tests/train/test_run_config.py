@@ -75,4 +75,6 @@ def test_pretraining_has_no_blocks():
 
 def test_following_needs_two_views():
     with pytest.raises(CloverError, match="two views"):
-        override(default_run("convert", "x"), ["data.complementary=false", "loss.follow_above=0.9"])
+        override(
+            default_run("convert", "x"), ["data.noise.complementary=false", "loss.follow_above=0.9"]
+        )
