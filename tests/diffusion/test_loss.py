@@ -27,6 +27,7 @@ from tests.model.small import config, random_params
 
 # --- cross entropy ------------------------------------------------------------------------------
 
+ONE_VIEW = NoiseConfig(complementary=False)
 N, WIDTH, VOCAB = 11, 5, 7
 RNG = np.random.default_rng(0)
 HEAD = RNG.normal(size=(WIDTH, VOCAB)).astype(np.float32)
@@ -154,7 +155,7 @@ def laid_out(examples, *, masked: str = "noise") -> Batch:
         pad_id=39,
         seed=0,
         epoch=0,
-        noise=NoiseConfig(complementary=False),
+        noise=ONE_VIEW,
     )
     there = (batch.block_n_valid > 0)[..., None]
     if masked == "all":
@@ -413,7 +414,7 @@ def measure(examples, change=None):
         pad_id=0,
         seed=1,
         epoch=0,
-        noise=NoiseConfig(complementary=False),
+        noise=ONE_VIEW,
     )
     batch = batch if change is None else change(batch)
     return *compiled()(jax.tree.map(jnp.asarray, random_params(REAL)), batch), batch

@@ -25,6 +25,7 @@ CFG = config(
     full_attention_interval=2, bd_gdn=BDGDNConfig(operator="causal", right_conv=False)
 ).replace(num_layers=2, **{"delta.chunk": 4, "moe.coreset": None})
 BLOCK = CFG.block_length
+ONE_VIEW = NoiseConfig(complementary=False)
 
 
 def batch(rows: int, *, time: int = 40, blocks: int = 3):
@@ -34,7 +35,7 @@ def batch(rows: int, *, time: int = 40, blocks: int = 3):
     sizes = zip(rng.integers(3, 12, rows), rng.integers(1, 24, rows), strict=True)
     return make_batch(
         [(Example.single(i, tokens(p), tokens(r)),) for i, (p, r) in enumerate(sizes)],
-        time=time, blocks=blocks, block=BLOCK, pad_id=0, seed=0, epoch=0, noise=NoiseConfig(complementary=False),
+        time=time, blocks=blocks, block=BLOCK, pad_id=0, seed=0, epoch=0, noise=ONE_VIEW,
     )  # fmt: skip
 
 
