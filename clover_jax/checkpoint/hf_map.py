@@ -13,6 +13,7 @@ import numpy as np
 from einops import rearrange
 
 from clover_jax.config import ModelConfig
+from clover_jax.model.leaves import leaf_kind
 from clover_jax.model.transformer import param_specs
 from clover_jax.params import named_leaves
 
@@ -23,7 +24,7 @@ type NamePrefix = Literal["", "language_model"]
 IGNORED_PREFIXES = ("mtp.", "model.visual.", "visual.")
 
 _L = "model.layers.{layer}."
-# Our leaf (within its layer) -> their name, and the axes: ours -> theirs. Letters: v vocabulary,
+# Our leaf (its `leaf_kind`) -> their name, and the axes: ours -> theirs. Letters: v vocabulary,
 # d model width, c channels, k taps, h heads, x head channel, e experts, f expert width.
 RULES = {
     "embed_tokens": ("model.embed_tokens.weight", "v d -> v d"),
@@ -103,11 +104,6 @@ class Piece:
         axes = self.pattern.split(" -> ")[0].split()
         box = box.reshape(self.shape[len(self.shape) - len(axes) :])
         return np.ascontiguousarray(rearrange(box, self.pattern))
-
-
-def leaf_kind(path: str) -> str:
-    """The key of `RULES` of a leaf of the parameter tree, given its dotted path."""
-    return path.removeprefix("layers.linear.").removeprefix("layers.full.")
 
 
 def pieces(cfg: ModelConfig) -> dict[str, list[Piece]]:
