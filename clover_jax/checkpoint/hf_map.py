@@ -7,6 +7,7 @@ when loading; both are views, so reading a slice of a leaf touches only that sli
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
@@ -177,12 +178,7 @@ def _piece(
     own = list(leaf[len(lead) :])
     if "e" in ours.split() and cfg.moe.experts_per_layer is not None and layer is not None:
         own[ours.split().index("e")] = cfg.moe.experts_per_layer[layer]
-    sizes = _axis_sizes(ours, tuple(own))
-    groups = re.findall(r"\(([^)]*)\)|(\S+)", theirs)
-    written = tuple(
-        math.prod(sizes.get(axis, 1) for axis in (several or single).split())
-        for several, single in groups
-    )
+    written = composed_shape(theirs, _axis_sizes(ours, tuple(own)))
     return Piece(
         name.format(layer=layer),
         pattern,
@@ -203,6 +199,15 @@ def _other_shapes(
         return ((channels, 1, taps),)
     counts = {cfg.delta.num_value_heads, cfg.delta.num_key_heads, 1}
     return tuple(s for n in sorted(counts, reverse=True) for s in ((n,), (n, 1)) if s != written)
+
+
+def composed_shape(axes: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape that one side of a pattern describes; an axis without a size has 1."""
+    groups = re.findall(r"\(([^)]*)\)|(\S+)", axes)
+    return tuple(
+        math.prod(sizes.get(axis, 1) for axis in (several or single).split())
+        for several, single in groups
+    )
 
 
 def _axis_sizes(axes: str, shape: tuple[int, ...]) -> dict[str, int]:

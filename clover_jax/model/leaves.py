@@ -30,6 +30,8 @@ _INTO_HEADS = MatrixAxes(1, 2)
 MATRICES = {
     "in_proj_qkv": _PLAIN,
     "in_proj_z": _PLAIN,
+    "in_proj_a": _PLAIN,
+    "in_proj_b": _PLAIN,
     "out_proj": _PLAIN,
     "q_proj": _INTO_HEADS,
     "k_proj": _INTO_HEADS,
@@ -39,6 +41,7 @@ MATRICES = {
     "gate_proj": _PLAIN,
     "up_proj": _PLAIN,
     "down_proj": _PLAIN,
+    "shared_expert_gate": _PLAIN,
     "lm_head": _PLAIN,
 }
 
@@ -63,8 +66,9 @@ def choose(names: Iterable[str], kinds: Iterable[str], what: str) -> frozenset[s
     """The kinds that names mean.
 
     Args:
-        names: each a kind or the last dotted parts of some (`down_proj`: shared and routed experts,
-            `experts.down_proj`: routed ones); `*` stands for anything.
+        names: each a kind or, if there is none of that name, the last dotted parts of some
+            (`down_proj`: shared and routed experts, `experts.down_proj`: routed ones); `*` stands
+            for anything.
         kinds: to choose from.
         what: the setting that holds the names, for the message.
 
@@ -75,6 +79,7 @@ def choose(names: Iterable[str], kinds: Iterable[str], what: str) -> frozenset[s
     chosen: set[str] = set()
     for name in names:
         found = [k for k in kinds if fnmatchcase(f".{k}", f"*.{name}")]
+        found = [name] if name in found else found
         if not found:
             raise CloverError(
                 f"{what} names {name!r}: expected names of {', '.join(kinds)}, or their last parts"

@@ -15,6 +15,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array
 
+from clover_jax.config import ModelConfig
 from clover_jax.errors import CloverError
 from clover_jax.model.leaves import choose, known_kinds, leaf_kind, matrix_axes
 from clover_jax.model.transformer import Params
@@ -33,7 +34,15 @@ SETS = {
     ),
     "experts": ("experts.gate_up_proj", "experts.down_proj"),
     "block": ("bd_softmax_*", "conv_right_weight"),
-    "norms": ("norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"),
+    "linear": ("*proj", "in_proj_*", "shared_expert_gate"),
+    "norms": (
+        "norm",
+        "linear_attn.norm",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "q_norm",
+        "k_norm",
+    ),
     "router": ("mlp.gate",),
 }
 
@@ -168,6 +177,19 @@ def merge(params: Params, adapter: Adapter, lora: LoRAConfig) -> Params:
         return (weight.astype(jnp.float32) + jnp.float32(lora.scale) * product).astype(weight.dtype)
 
     return jax.tree.map(changed, params, adapter)
+
+
+def unstack_adapter(adapter: Adapter, cfg: ModelConfig) -> Adapter:
+    """The adapter for unstacked weights; `transformer.restack` is the inverse."""
+    groups = adapter.layers
+    if isinstance(groups, tuple):
+        return adapter
+    layers = []
+    for g in range(cfg.num_groups):
+        for j in range(cfg.linear_per_group):
+            layers.append(jax.tree.map(lambda a, g=g, j=j: a[g, j], groups.linear))
+        layers.append(jax.tree.map(lambda a, g=g: a[g], groups.full))
+    return adapter.replace(layers=tuple(layers))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def size(params: Params, adapter: Adapter) -> Size:

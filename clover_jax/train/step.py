@@ -300,15 +300,18 @@ def _is_matrix(params: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(params), list(flags.values()))
 
 
+_NOT_MUON = ("lm_head", "in_proj_a", "in_proj_b", "shared_expert_gate")
+
+
 def _muon_dimensions(params: Any) -> Any:
-    """Per leaf, the axes muon works on; None for AdamW: lm_head, and all that is no projection."""
+    """Per leaf, the axes muon works on, or None for AdamW."""
     axes = [_muon_axes(name) for name in named_leaves(params)]
     return jax.tree.unflatten(jax.tree.structure(params), axes)
 
 
 def _muon_axes(path: str) -> MuonDimensionNumbers | None:
     axes = matrix_axes(path)
-    if axes is None or path == "lm_head":
+    if axes is None or path.endswith(_NOT_MUON):
         return None
     ends = tuple(range(-sum(axes), 0))
     return MuonDimensionNumbers(ends[: axes.inputs], ends[axes.inputs :])
