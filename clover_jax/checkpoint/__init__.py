@@ -1,5 +1,6 @@
-"""Checkpoint folders in the format of Hugging Face: load, inspect, save, convert."""
+"""Checkpoint folders in the format of Hugging Face: load, inspect, save, convert; adapters."""
 
+from clover_jax.checkpoint.adapter import load_adapter, merge_adapter, save_adapter
 from clover_jax.checkpoint.config_map import config_from_hf, config_to_hf
 from clover_jax.checkpoint.converting import ConvertReport, convert
 from clover_jax.checkpoint.loading import inspect, load
@@ -16,5 +17,8 @@ __all__ = [
     "convert",
     "inspect",
     "load",
+    "load_adapter",
+    "merge_adapter",
     "save",
+    "save_adapter",
 ]

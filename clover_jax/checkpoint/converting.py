@@ -18,7 +18,7 @@ from clover_jax.checkpoint.config_map import (
     config_from_hf,
     config_to_hf,
 )
-from clover_jax.checkpoint.hf_map import BLOCK_DIFFUSION, NamePrefix, leaf_kind, pieces, with_prefix
+from clover_jax.checkpoint.hf_map import BLOCK_DIFFUSION, NamePrefix, pieces, with_prefix
 from clover_jax.checkpoint.json_text import parse, show
 from clover_jax.checkpoint.loading import CONFIG_FILE, Source, look_through
 from clover_jax.checkpoint.report import Ignored, NormStorage
@@ -34,6 +34,7 @@ from clover_jax.checkpoint.saving import (
 from clover_jax.config import ModelConfig
 from clover_jax.data.tokenizer import MASK, Tokenizer
 from clover_jax.errors import CloverError
+from clover_jax.model.leaves import leaf_kind
 from clover_jax.model.transformer import param_specs
 from clover_jax.params import named_leaves
 from clover_jax.presets import clover_35b_a3b

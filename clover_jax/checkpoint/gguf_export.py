@@ -20,13 +20,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from clover_jax.checkpoint.hf_map import BLOCK_DIFFUSION, ZERO_CENTRED, Piece, leaf_kind, pieces
+from clover_jax.checkpoint.hf_map import BLOCK_DIFFUSION, ZERO_CENTRED, Piece, pieces
 from clover_jax.checkpoint.loading import Survey, look_through, read_leaf
 from clover_jax.checkpoint.report import NormStorage
 from clover_jax.checkpoint.safetensors_io import MappedFiles
 from clover_jax.config import ModelConfig
 from clover_jax.errors import CloverError
 from clover_jax.files import whole_file
+from clover_jax.model.leaves import leaf_kind
 from clover_jax.model.transformer import param_specs
 from clover_jax.params import ParamSpec, named_leaves
 

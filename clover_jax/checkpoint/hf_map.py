@@ -7,12 +7,14 @@ when loading; both are views, so reading a slice of a leaf touches only that sli
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
 from einops import rearrange
 
 from clover_jax.config import ModelConfig
+from clover_jax.model.leaves import leaf_kind
 from clover_jax.model.transformer import param_specs
 from clover_jax.params import named_leaves
 
@@ -23,7 +25,7 @@ type NamePrefix = Literal["", "language_model"]
 IGNORED_PREFIXES = ("mtp.", "model.visual.", "visual.")
 
 _L = "model.layers.{layer}."
-# Our leaf (within its layer) -> their name, and the axes: ours -> theirs. Letters: v vocabulary,
+# Our leaf (its `leaf_kind`) -> their name, and the axes: ours -> theirs. Letters: v vocabulary,
 # d model width, c channels, k taps, h heads, x head channel, e experts, f expert width.
 RULES = {
     "embed_tokens": ("model.embed_tokens.weight", "v d -> v d"),
@@ -105,11 +107,6 @@ class Piece:
         return np.ascontiguousarray(rearrange(box, self.pattern))
 
 
-def leaf_kind(path: str) -> str:
-    """The key of `RULES` of a leaf of the parameter tree, given its dotted path."""
-    return path.removeprefix("layers.linear.").removeprefix("layers.full.")
-
-
 def pieces(cfg: ModelConfig) -> dict[str, list[Piece]]:
     """Leaf path -> the tensors that fill it, experts fused. What no tensor fills is zero."""
     return {
@@ -181,12 +178,7 @@ def _piece(
     own = list(leaf[len(lead) :])
     if "e" in ours.split() and cfg.moe.experts_per_layer is not None and layer is not None:
         own[ours.split().index("e")] = cfg.moe.experts_per_layer[layer]
-    sizes = _axis_sizes(ours, tuple(own))
-    groups = re.findall(r"\(([^)]*)\)|(\S+)", theirs)
-    written = tuple(
-        math.prod(sizes.get(axis, 1) for axis in (several or single).split())
-        for several, single in groups
-    )
+    written = composed_shape(theirs, _axis_sizes(ours, tuple(own)))
     return Piece(
         name.format(layer=layer),
         pattern,
@@ -207,6 +199,15 @@ def _other_shapes(
         return ((channels, 1, taps),)
     counts = {cfg.delta.num_value_heads, cfg.delta.num_key_heads, 1}
     return tuple(s for n in sorted(counts, reverse=True) for s in ((n,), (n, 1)) if s != written)
+
+
+def composed_shape(axes: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape that one side of a pattern describes; an axis without a size has 1."""
+    groups = re.findall(r"\(([^)]*)\)|(\S+)", axes)
+    return tuple(
+        math.prod(sizes.get(axis, 1) for axis in (several or single).split())
+        for several, single in groups
+    )
 
 
 def _axis_sizes(axes: str, shape: tuple[int, ...]) -> dict[str, int]:

@@ -22,7 +22,6 @@ from clover_jax.checkpoint.hf_map import (
     Piece,
     canonical,
     fused_name,
-    leaf_kind,
     per_expert,
     pieces,
 )
@@ -44,6 +43,7 @@ from clover_jax.checkpoint.safetensors_io import (
 )
 from clover_jax.config import ModelConfig
 from clover_jax.errors import CloverError
+from clover_jax.model.leaves import leaf_kind
 from clover_jax.model.transformer import Params, param_specs
 from clover_jax.params import ParamSpec, is_spec, named_leaves
 

@@ -102,8 +102,8 @@ def save(
     _require_choice("dtype", dtype, (None, *DTYPES))
     cfg = cfg if dtype is None else cfg.replace(dtype=dtype)
     specs = named_leaves(param_specs(cfg))
-    leaves = named_leaves(_stacked(params, cfg))
-    _check_leaves(specs, leaves)
+    leaves = named_leaves(stacked(params, cfg))
+    check_leaves(specs, leaves)
 
     def entry(path: str, piece: Piece) -> Entry:
         kind = np.dtype(specs[path].dtype)
@@ -172,15 +172,20 @@ def copy_other_files(source: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
+def new_folder(folder: Path, *, overwrite: bool, mark: str = CONFIG_FILE) -> Iterator[Path]:
     """A folder to fill beside the target; it takes the target's place when the block ends well.
+
+    Args:
+        folder: the target.
+        overwrite: whether it may replace a folder that has the file `mark`.
+        mark: tells what kind of folder it is.
 
     Raises:
         CloverError: the target is in the way, or the disk refuses.
     """
     try:
         folder = folder.resolve()
-        _require_free(folder, overwrite)
+        require_free(folder, overwrite, mark)
         building = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
         building.mkdir(parents=True)
         try:
@@ -192,7 +197,12 @@ def new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
         raise CloverError(f"{folder} cannot be written: {error}") from None
 
 
-def _require_free(folder: Path, overwrite: bool) -> None:
+def require_free(folder: Path, overwrite: bool, mark: str = CONFIG_FILE) -> None:
+    """Checks that `new_folder` may write there.
+
+    Raises:
+        CloverError: what is in the way.
+    """
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -201,8 +211,8 @@ def _require_free(folder: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise CloverError(f"{folder} is not empty: choose another, or allow overwriting")
-    if not (folder / CONFIG_FILE).is_file():
-        raise CloverError(f"{folder} is not a checkpoint folder: it will not be overwritten")
+    if not (folder / mark).is_file():
+        raise CloverError(f"{folder} has no {mark}: it will not be overwritten")
 
 
 def _swap(building: Path, folder: Path) -> None:
@@ -226,7 +236,7 @@ def _require_choice(name: str, value: object, choices: tuple[object, ...]) -> No
         raise CloverError(f"{name} is {show(repr(value))}: expected one of {expected}")
 
 
-def _stacked(params: Params, cfg: ModelConfig) -> Params:
+def stacked(params: Params, cfg: ModelConfig) -> Params:
     """The weights with stacked layers; layers that are not stacked yet are stacked on the host."""
     layers, every = params.layers, cfg.full_attention_interval
     if isinstance(layers, Groups):
@@ -240,7 +250,12 @@ def _stacked(params: Params, cfg: ModelConfig) -> Params:
     return dataclasses.replace(params, layers=Groups(linear=linear, full=full))
 
 
-def _check_leaves(specs: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
+def check_leaves(specs: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
+    """Checks that leaves have the names and shapes of these specs.
+
+    Raises:
+        CloverError: names those that have not.
+    """
     found = [f"{p} is missing" for p in specs.keys() - leaves.keys()]
     found += [f"{p} is not part of it" for p in leaves.keys() - specs.keys()]
     for path in specs.keys() & leaves.keys():

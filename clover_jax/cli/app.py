@@ -84,6 +84,10 @@ def _run(argv: list[str]) -> int:
             from clover_jax.cli.info import convert
 
             return convert(command)
+        case commands.CheckpointMerge():
+            from clover_jax.cli.info import merge
+
+            return merge(command)
         case commands.CheckpointExport():
             from clover_jax.cli.info import export
 

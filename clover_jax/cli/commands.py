@@ -329,6 +329,25 @@ class CheckpointConvert:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointMerge:
+    """Merge a LoRA adapter (PEFT format) into its base: an ordinary checkpoint folder.
+
+    Attributes:
+        base: Checkpoint folder that the adapter was trained on.
+        adapter: Adapter folder.
+        target: New folder.
+        overwrite: Replace the target if it is a checkpoint folder.
+        norms: How the base stores norms that scale by 1 + w; their mean decides if not given.
+    """
+
+    base: Annotated[Positional[Path], arg(metavar="BASE")]
+    adapter: Annotated[Positional[Path], arg(metavar="ADAPTER")]
+    target: Annotated[Positional[Path], arg(metavar="OUT")]
+    overwrite: Switch = False
+    norms: Norms = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointExport:
     """Write the causal trunk of a folder as a GGUF file, which llama.cpp runs.
 
@@ -394,6 +413,7 @@ class TrainConvert(RunFlags):
 
 _CheckpointCommands = (
     Annotated[CheckpointConvert, subcommand("convert")]
+    | Annotated[CheckpointMerge, subcommand("merge")]
     | Annotated[CheckpointExport, subcommand("export")]
 )  # fmt: skip
 _TrainCommands = (

@@ -1,4 +1,4 @@
-"""`clover info`, `clover checkpoint convert` and `clover checkpoint export`."""
+"""`clover info`, and `clover checkpoint` with `convert`, `merge` and `export`."""
 
 import collections
 import dataclasses
@@ -12,7 +12,7 @@ from clover_jax.cache import bytes_per_row, bytes_per_token
 from clover_jax.checkpoint.gguf_export import export_gguf
 from clover_jax.checkpoint.loading import sum_components
 from clover_jax.checkpoint.report import Component, problem_lines
-from clover_jax.cli.commands import CheckpointConvert, CheckpointExport, Info
+from clover_jax.cli.commands import CheckpointConvert, CheckpointExport, CheckpointMerge, Info
 from clover_jax.cli.session import packaged_model
 from clover_jax.config import ModelConfig
 from clover_jax.errors import CloverError
@@ -66,6 +66,15 @@ def _setting(text: str) -> tuple[str, Any]:
         return key, msgspec.json.decode(value)
     except msgspec.DecodeError:
         return key, value
+
+
+def merge(flags: CheckpointMerge) -> int:
+    """Merges an adapter into its base and prints what was written; returns the exit status."""
+    report = checkpoint.merge_adapter(
+        flags.base, flags.adapter, flags.target, norms=flags.norms, overwrite=flags.overwrite
+    )
+    print("\n".join(report.lines()))
+    return 0
 
 
 def export(flags: CheckpointExport) -> int:

@@ -57,6 +57,17 @@ class LossConfig:
     chunk: int = 4096
 
 
+class Totals(NamedTuple):
+    """What the sums over a part of a batch are divided by, so that the parts add up to the batch.
+
+    Router terms have no such total: each part gives its share of their mean over the parts.
+    """
+
+    ar: Float[Array, ""]  # weight of the whole batch's next-token targets
+    diffusion: Float[Array, ""]  # weight of its masked positions
+    parts: int
+
+
 class CrossEntropy(NamedTuple):
     """Weighted sums over some positions."""
 
@@ -74,6 +85,7 @@ def training_loss(
     cfg: ModelConfig,
     env: Env,
     loss: LossConfig,
+    totals: Totals | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """The loss and its parts, one forward over both streams.
 
@@ -84,6 +96,8 @@ def training_loss(
         cfg: the model.
         env: where and how.
         loss: weights.
+        totals: of the batch that this is a part of (`batch_totals`); None: it is the whole batch.
+            Then loss and metrics are this part's summands.
     """
     noisy = None
     if loss.diffusion:
@@ -102,36 +116,57 @@ def training_loss(
         params, hidden, targets, weight, forbidden, chunk=loss.chunk, certainty=certainty
     )
     ar = entropy(out.hidden.clean[:, :-1], batch.tokens[:, 1:], batch.target_weight[:, 1:], False)
-    balance, z = router_losses(out.stats, cfg)
-    per_weight = lambda x, e: x / jnp.where(e.weight > 0, e.weight, jnp.float32(1))
-    total = loss.ar * per_weight(ar.loss, ar) + loss.balance * balance + loss.router_z * z
+    share = jnp.float32(1 if totals is None else 1 / totals.parts)
+    balance, z = (share * term for term in router_losses(out.stats, cfg))
+    per_weight = lambda x, weight: x / jnp.where(weight > 0, weight, jnp.float32(1))
+    ar_weight = ar.weight if totals is None else totals.ar
+    ar_loss = per_weight(ar.loss, ar_weight)
+    total = loss.ar * ar_loss + loss.balance * balance + loss.router_z * z
     parts = {
-        "ar_loss": per_weight(ar.loss, ar),
-        "ar_accuracy": per_weight(ar.correct, ar),
+        "ar_loss": ar_loss,
+        "ar_accuracy": per_weight(ar.correct, ar_weight),
         "router_balance": balance,
         "router_z": z,
     }
     if loss.diffusion:
         previous = before_blocks(out.hidden.clean, batch.block_index, batch.block_start)
         hidden = align_logits(out.hidden.noisy, previous, cfg.logits_position)
-        asked = batch.block_masked | (batch.block_shown != batch.block_tokens)
-        weight = jnp.where(asked, batch.block_weight, 0.0)
-        weight = jnp.where((batch.block_n_valid > 0)[..., None], weight, 0.0)
-        if loss.diffusion_weighting == "inverse_t":
-            share = jnp.mean(batch.block_masked.astype(jnp.float32), axis=-1, keepdims=True)
-            weight = weight / jnp.maximum(share, jnp.float32(1e-3))
+        weight = block_weight(batch, loss)
         diffusion = entropy(hidden, batch.block_tokens, weight, loss.certainty > 0)
-        total = total + loss.diffusion * per_weight(diffusion.loss, diffusion)
+        diffusion_weight = diffusion.weight if totals is None else totals.diffusion
+        diffusion_loss = per_weight(diffusion.loss, diffusion_weight)
+        total = total + loss.diffusion * diffusion_loss
         if loss.certainty:
-            parts["certainty"] = per_weight(diffusion.entropy, diffusion)
+            parts["certainty"] = per_weight(diffusion.entropy, diffusion_weight)
             total = total + loss.certainty * parts["certainty"]
         parts |= {
-            "diffusion_loss": per_weight(diffusion.loss, diffusion),
-            "diffusion_accuracy": per_weight(diffusion.correct, diffusion),
+            "diffusion_loss": diffusion_loss,
+            "diffusion_accuracy": per_weight(diffusion.correct, diffusion_weight),
         }
         if out.stats.history_share is not None:
-            parts["history_share"] = jnp.mean(out.stats.history_share)
+            parts["history_share"] = share * jnp.mean(out.stats.history_share)
     return total, {"loss": total, **parts}
+
+
+def batch_totals(batch: Batch, loss: LossConfig, parts: int) -> Totals:
+    """The totals of a batch in `parts` parts; its arrays may have further leading axes.
+
+    Blocks that follow the model must have followed it (`on_policy.follow`).
+    """
+    diffusion = jnp.sum(block_weight(batch, loss))
+    return Totals(jnp.sum(batch.target_weight[..., 1:]), diffusion, parts)
+
+
+def block_weight(batch: Batch, loss: LossConfig) -> Float[Array, "*rows blocks block"]:
+    """Weight of each block position's diffusion loss: masked or substituted ones of real blocks."""
+    exists = (batch.block_n_valid > 0)[..., None]
+    asked = exists & (batch.block_masked | (batch.block_shown != batch.block_tokens))
+    weight = jnp.where(asked, batch.block_weight, 0.0)
+    if loss.diffusion_weighting == "inverse_t":
+        n = jnp.maximum(batch.block_n_valid, 1)[..., None].astype(jnp.float32)
+        masks = jnp.sum(batch.block_masked.astype(jnp.float32), axis=-1, keepdims=True)
+        weight = weight * n / jnp.maximum(masks, jnp.float32(1))
+    return weight
 
 
 def cross_entropy(

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from clover_jax.checkpoint.hf_map import RULES, canonical, leaf_kind, per_expert, pieces
+from clover_jax.checkpoint.hf_map import RULES, canonical, per_expert, pieces
 from clover_jax.config import ModelConfig
+from clover_jax.model.leaves import leaf_kind
 from clover_jax.model.transformer import param_specs
 from clover_jax.params import named_leaves
 from clover_jax.presets import clover_35b_a3b, qwen36_35b_a3b
