@@ -5,7 +5,6 @@ the border ("\\n" of the prompt and "\\n" of an empty thought merge), which no s
 been prompted with; training on the parts puts the border where generation has it.
 """
 
-import dataclasses
 import datetime
 import functools
 import json
@@ -29,19 +28,6 @@ _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 # Decoded JSON from files and requests, so its shape is checked at run time, not by a type.
 type Messages = Any  # list of {"role": str, "content": str | list of parts | None, ...}
 type Tools = Any  # list of JSON schemas, or None
-
-
-@dataclasses.dataclass(frozen=True)
-class Turn:
-    """One assistant turn as a training sample.
-
-    Attributes:
-        prompt_ids: everything up to and including the generation prompt.
-        response_ids: what the model has to write: thoughts if they are on, text, end of turn.
-    """
-
-    prompt_ids: list[int]
-    response_ids: list[int]
 
 
 def render_chat(
@@ -79,7 +65,7 @@ def render_chat(
     context = {
         "documents": None,
         **variables,
-        "messages": _checked_messages(messages),
+        "messages": checked_messages(messages),
         "tools": _checked_tools(tools),
         "add_generation_prompt": add_generation_prompt,
     }
@@ -106,46 +92,43 @@ def tokenize_prompt(
     return tokenizer.encode(text, special=True)
 
 
-def tokenize_turns(
+def render_turn(
     tokenizer: Tokenizer,
     messages: Messages,
+    index: int,
     *,
     enable_thinking: bool | None = None,
     tools: Tools = None,
     variables: Mapping[str, Any] | None = None,
-) -> list[Turn]:
-    """One sample per assistant message: the prompt it was given, and the response to learn.
+) -> tuple[str, str]:
+    """An assistant message as training text: the prompt that it answers, and its response.
 
-    A turn's prompt is `tokenize_prompt` of the messages before it, so samples of one chat are not
-    beginnings of each other where the template drops old thoughts. The response is what the
-    template writes after that prompt, through the end-of-turn token.
+    The prompt is what `tokenize_prompt` encodes of the messages before it. The response is what the
+    template writes after that prompt: thoughts if they are on, text, calls, the end-of-turn token.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: the chat; what follows the message is not looked at.
+        index: of the assistant message.
+        enable_thinking: as `render_chat`.
+        tools: as `render_chat`.
+        variables: as `render_chat`.
 
     Raises:
-        CloverError: as `render_chat`; also if a rendered turn does not continue its prompt, such as
-            a message with thoughts while thinking is off.
+        CloverError: as `render_chat`; also if the rendered message does not continue its prompt,
+            such as a message with thoughts while thinking is off.
     """
-    _checked_messages(messages)
-    turns = []
     end = tokenizer.decode([tokenizer.end_of_turn_id], skip_special=False)
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = _render(tokenizer, messages[:i], True, enable_thinking, tools, variables)
-        whole = _render(tokenizer, messages[: i + 1], False, enable_thinking, tools, variables)
-        response, ended, _ = whole.removeprefix(prompt).rpartition(end)
-        if not (whole.startswith(prompt) and ended):
-            raise CloverError(
-                f"message {i} (assistant) renders as ...{whole[-200:]!r}: expected a text that "
-                f"continues the generation prompt ...{prompt[-60:]!r} and ends with {end!r}; a "
-                f"message with thoughts needs enable_thinking=True"
-            )
-        turns.append(
-            Turn(
-                prompt_ids=tokenizer.encode(prompt, special=True),
-                response_ids=tokenizer.encode(response + end, special=True),
-            )
+    prompt = _render(tokenizer, messages[:index], True, enable_thinking, tools, variables)
+    whole = _render(tokenizer, messages[: index + 1], False, enable_thinking, tools, variables)
+    response, ended, _ = whole.removeprefix(prompt).rpartition(end)
+    if not (whole.startswith(prompt) and ended):
+        raise CloverError(
+            f"message {index} (assistant) renders as ...{whole[-200:]!r}: expected a text that "
+            f"continues the generation prompt ...{prompt[-60:]!r} and ends with {end!r}; a "
+            f"message with thoughts needs enable_thinking=True"
         )
-    return turns
+    return prompt, response + end
 
 
 def thinking_state(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
@@ -196,7 +179,12 @@ def _render(
     )
 
 
-def _checked_messages(messages: Messages) -> list[dict[str, Any]]:
+def checked_messages(messages: Messages) -> list[dict[str, Any]]:
+    """Messages as templates read them: thoughts under one name, arguments of calls as objects.
+
+    Raises:
+        CloverError: not a list of objects with a role and a content of a known form.
+    """
     if not isinstance(messages, list | tuple) or not messages:
         raise CloverError(
             f"messages are {reprlib.repr(messages)}: expected a list of at least one message"

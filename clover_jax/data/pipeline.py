@@ -1,4 +1,5 @@
-"""From task items to training batches. Batch `step` is a pure function of the configuration.
+"""From samples to rows, and batches of task items. Batch `step` is a pure function of the
+configuration.
 
 Samples are not packed: a row is one sample. To keep padding small, a window of samples is sorted by
 size and cut into batches, each in the smallest bucket that holds all of its samples.
@@ -7,6 +8,7 @@ size and cut into batches, each in the smallest bucket that holds all of its sam
 import dataclasses
 import functools
 import random
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,20 +22,18 @@ WINDOW = 16  # batches sorted together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """What a run reads.
+class RowConfig:
+    """How samples are laid out and noised, whatever they are read from.
 
     Attributes:
-        mix: task weights and the share of samples with an open think block.
         rows: samples per batch.
-        buckets: (tokens, response blocks) of a row, ascending; larger samples are left out.
-        seed: of items and noise.
+        buckets: (tokens, response blocks) of a row, ascending.
+        seed: of the data and the noise.
         pad_weight: loss weight of the pads after a stop.
         complementary: every block twice, with complementary noise.
         frontier_share: share of the samples whose blocks are known from the left, as in decoding.
     """
 
-    mix: tasks.Mix = tasks.MIX
     rows: int = 32
     buckets: tuple[tuple[int, int], ...] = ((48, 1), (80, 2), (144, 4))
     seed: int = 0
@@ -57,6 +57,60 @@ class DataConfig:
             raise CloverError(
                 f"data seed {self.seed}, pad_weight {self.pad_weight}: expected numbers >= 0"
             )
+
+    def bucket(self, example: Example, block: int) -> int:
+        """The smallest bucket that holds a sample, or their number if none does."""
+        blocks = len(example.blocks(block))
+        fits = [
+            i
+            for i, (time, most) in enumerate(self.buckets)
+            if len(example.tokens) <= time and blocks <= most
+        ]
+        return fits[0] if fits else len(self.buckets)
+
+    def batches(
+        self, examples: Sequence[Example], count: int, *, block: int, shuffle: str
+    ) -> list[list[Example]]:
+        """A window of samples cut into `count` batches of similar sizes, in a random order.
+
+        Args:
+            examples: each fits a bucket.
+            count: of batches, enough for `rows` to hold every sample.
+            block: block length.
+            shuffle: seed of the order of the batches.
+        """
+        ordered = sorted(examples, key=lambda e: (self.bucket(e, block), len(e.tokens)))
+        parts = [list(part) for part in np.array_split(np.arange(len(ordered)), count)]
+        random.Random(shuffle).shuffle(parts)
+        return [[ordered[i] for i in part] for part in parts]
+
+    def lay_out(self, examples: Sequence[Example], *, block: int, pad_id: int, epoch: int) -> Batch:
+        """At most `rows` samples in the smallest bucket that holds all; other rows are empty."""
+        time, blocks = self.buckets[max((self.bucket(e, block) for e in examples), default=0)]
+        empty = Example(0, (), ())
+        return make_batch(
+            [*examples, *[empty] * (self.rows - len(examples))],
+            time=time,
+            blocks=blocks,
+            block=block,
+            pad_id=pad_id,
+            seed=self.seed,
+            epoch=epoch,
+            pad_weight=self.pad_weight,
+            complementary=self.complementary,
+            frontier_share=self.frontier_share,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig(RowConfig):
+    """What a run on the procedural tasks reads; samples larger than any bucket are left out.
+
+    Attributes:
+        mix: task weights and the share of samples with an open think block.
+    """
+
+    mix: tasks.Mix = tasks.MIX
 
 
 class TaskBatches:
@@ -82,50 +136,22 @@ class TaskBatches:
     def batch(self, step: int) -> Batch:
         """The batch of a training step."""
         window, place = divmod(step, WINDOW)
-        return self._layout(self._window(window)[place])
-
-    def _bucket(self, example: Example) -> int:
-        """The smallest bucket that holds a sample, or their number if none does."""
-        blocks = len(example.blocks(self._block))
-        fits = [
-            i
-            for i, (time, most) in enumerate(self.config.buckets)
-            if len(example.tokens) <= time and blocks <= most
-        ]
-        return fits[0] if fits else len(self.config.buckets)
+        examples = self._window(window)[place]
+        pad_id = self.tokenizer.pad_id
+        return self.config.lay_out(examples, block=self._block, pad_id=pad_id, epoch=0)
 
     def _make_window(self, window: int) -> list[list[Example]]:
-        rows = self.config.rows
+        rows, buckets = self.config.rows, self.config.buckets
         first = window * WINDOW * rows
         examples = [self.example(first + i) for i in range(WINDOW * rows)]
-        examples = [e for e in examples if self._bucket(e) < len(self.config.buckets)]
+        examples = [e for e in examples if self.config.bucket(e, self._block) < len(buckets)]
         if not examples:
             raise CloverError(
-                f"no sample of window {window} fits a bucket of {self.config.buckets} (tokens, "
+                f"no sample of window {window} fits a bucket of {buckets} (tokens, "
                 "response blocks): choose a larger one"
             )
-        examples.sort(key=lambda e: (self._bucket(e), len(e.tokens)))
-        parts = [list(part) for part in np.array_split(np.arange(len(examples)), WINDOW)]
-        random.Random(f"{self.config.seed}\0{window}").shuffle(parts)
-        return [[examples[i] for i in part] for part in parts]
-
-    def _layout(self, examples: list[Example]) -> Batch:
-        bucket = max((self._bucket(e) for e in examples), default=0)
-        time, blocks = self.config.buckets[bucket]
-        empty = Example(0, (), ())
-        padded = [*examples, *[empty] * (self.config.rows - len(examples))]
-        return make_batch(
-            padded,
-            time=time,
-            blocks=blocks,
-            block=self._block,
-            pad_id=self.tokenizer.pad_id,
-            seed=self.config.seed,
-            epoch=0,
-            pad_weight=self.config.pad_weight,
-            complementary=self.config.complementary,
-            frontier_share=self.config.frontier_share,
-        )
+        shuffle = f"{self.config.seed}\0{window}"
+        return self.config.batches(examples, WINDOW, block=self._block, shuffle=shuffle)
 
 
 def to_example(tokenizer: Tokenizer, item: tasks.Item, *, thinking: bool, sample: int) -> Example:

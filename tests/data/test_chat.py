@@ -10,12 +10,11 @@ import pytest
 
 from clover_jax.data.bpe import train_bpe, write_tokenizer
 from clover_jax.data.chat import (
-    Turn,
     render_chat,
+    render_turn,
     split_thinking,
     thinking_state,
     tokenize_prompt,
-    tokenize_turns,
 )
 from clover_jax.data.tokenizer import Tokenizer
 from clover_jax.errors import CloverError
@@ -290,13 +289,6 @@ def test_a_message_with_half_a_surrogate_pair(tokenizer: Tokenizer) -> None:
         tokenize_prompt(tokenizer, [user("\ud83d")])
 
 
-def text_of(tokenizer: Tokenizer, turn: Turn) -> tuple[str, str]:
-    prompt, response = turn.prompt_ids, turn.response_ids
-    return tokenizer.decode(prompt, skip_special=False), tokenizer.decode(
-        response, skip_special=False
-    )
-
-
 @pytest.mark.parametrize(
     ("message", "thinking", "prompt_end", "response"),
     [
@@ -314,43 +306,32 @@ def text_of(tokenizer: Tokenizer, turn: Turn) -> tuple[str, str]:
     ],
 )
 def test_a_turn_is_prompt_and_response(tokenizer, message, thinking, prompt_end, response) -> None:
-    chat = [user("a"), message]
-    (turn,) = tokenize_turns(tokenizer, chat, enable_thinking=thinking)
-    prompt = "<|im_start|>user\na<|im_end|>\n" + prompt_end
-    assert text_of(tokenizer, turn) == (prompt, response)
-    # the response starts a token of its own, and the prompt is what the sampler is given
-    assert turn.prompt_ids == tokenize_prompt(tokenizer, chat[:1], enable_thinking=thinking)
-    assert turn.response_ids == tokenizer.encode(response, special=True)
-    assert turn.response_ids[-1] == tokenizer.end_of_turn_id
-    assert thinking_state(tokenizer, turn.prompt_ids) == (thinking is not False)
+    chat = [user("a"), message, user("not looked at")]
+    prompt, got = render_turn(tokenizer, chat, 1, enable_thinking=thinking)
+    assert prompt == "<|im_start|>user\na<|im_end|>\n" + prompt_end
+    assert got == response
+    ids = tokenize_prompt(tokenizer, chat[:1], enable_thinking=thinking)  # what a sampler is given
+    assert tokenizer.encode(prompt, special=True) == ids
+    assert tokenizer.encode(response, special=True)[-1] == tokenizer.end_of_turn_id
+    assert thinking_state(tokenizer, ids) == (thinking is not False)
 
 
-def test_the_border_is_a_token_border_where_merging_would_cross_it(tokenizer: Tokenizer) -> None:
-    """A blank line is one token here, and an empty thought's blank line spans the border."""
-    assert len(tokenizer.encode("\n\n", special=True)) == 1
-    (turn,) = tokenize_turns(tokenizer, [user("a"), assistant("b")], enable_thinking=True)
-    newline = tokenizer.encode("\n", special=True)
-    assert turn.prompt_ids[-1:] == newline and turn.response_ids[:1] == newline
-    whole = tokenizer.encode("".join(text_of(tokenizer, turn)), special=True)
-    assert len(whole) == len(turn.prompt_ids) + len(turn.response_ids) - 1
-
-
-def test_every_assistant_turn_is_a_sample(tokenizer: Tokenizer) -> None:
-    turns = tokenize_turns(tokenizer, [*THREE, assistant("f", reasoning_content="new")])
-    assert [text_of(tokenizer, turn)[1] for turn in turns] == [
+def test_every_assistant_message_is_a_turn(tokenizer: Tokenizer) -> None:
+    """Earlier turns are rendered as they were when they were the last."""
+    chat = [*THREE, assistant("f", reasoning_content="new")]
+    assert [render_turn(tokenizer, chat, i)[1] for i in (2, 4, 6)] == [
         "old thoughts\n</think>\n\nb<|im_end|>",
         "also old\n</think>\n\nd<|im_end|>",
         "new\n</think>\n\nf<|im_end|>",
     ]
-    assert turns[2].prompt_ids == tokenize_prompt(tokenizer, THREE)
-    assert tokenize_turns(tokenizer, ONE) == []
+    assert render_turn(tokenizer, chat, 6)[0] == render(tokenizer, THREE)
 
 
 def test_turns_that_do_not_continue_their_prompt(tokenizer: Tokenizer) -> None:
     with pytest.raises(CloverError, match=r"message 1 .*enable_thinking"):
-        tokenize_turns(tokenizer, [user("a"), assistant("b", thinking="x")], enable_thinking=False)
+        render_turn(tokenizer, [user("a"), assistant("b", thinking="x")], 1, enable_thinking=False)
     with pytest.raises(CloverError, match="messages"):
-        tokenize_turns(tokenizer, [])
+        render_turn(tokenizer, [], 0)
 
 
 # --- think blocks --------------------------------------------------------------------------------
