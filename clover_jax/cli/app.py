@@ -88,6 +88,10 @@ def _run(argv: list[str]) -> int:
             from clover_jax.cli.info import export
 
             return export(command)
+        case commands.DataCheck():
+            from clover_jax.cli.data import check
+
+            return check(command)
         case commands.TrainPretrain() | commands.TrainConvert():
             from clover_jax.cli.train import train
 

@@ -350,6 +350,32 @@ class CheckpointExport:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DataCheck:
+    """Read a file of traces as fine-tuning does: what is in it, what is learnt, what is lost.
+
+    Each line is {"messages": [...], "tools": [...], "enable_thinking": true}, the last two
+    optional. Shows counts and lengths, then one sample: prompt, and block by block what gets loss.
+
+    Attributes:
+        action: The only one.
+        file: JSONL file.
+        checkpoint: Folder whose tokenizer, chat template and block length count.
+        max_tokens: Longer samples are cut to whole blocks.
+        limit: Only so many lines, from the first.
+        json: Print JSON, without the sample.
+    """
+
+    action: Positional[Literal["check"]]  # tyro makes no subcommand of a single class
+    file: Annotated[Positional[Path], arg(metavar="FILE")]
+    checkpoint: Checkpoint = None
+    max_tokens: Annotated[
+        int | None, arg(metavar="INT", help_behavior_hint="(default: the model's context)")
+    ] = None
+    limit: Annotated[int | None, _none("INT")] = None
+    json: Switch = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFlags:
     """A training run. The same command resumes a run that was interrupted.
 
@@ -427,5 +453,6 @@ COMMANDS: Any = (
     | Annotated[Verify, subcommand("verify")]
     | Annotated[Logits, subcommand("logits")]
     | Annotated[_CheckpointCommands, subcommand("checkpoint", description="Rewrite folders.")]
+    | Annotated[DataCheck, subcommand("data")]
     | Annotated[_TrainCommands, subcommand("train", description="Train models.")]
 )  # fmt: skip
