@@ -18,8 +18,11 @@ LAYERS = [
     ("clover_jax.train", "clover_jax.serve", "clover_jax.eval", "clover_jax.verify"),
     ("clover_jax.cli",),
 ]  # fmt: skip
-# The pipeline lays batches out with the diffusion package's noise, and data is below it otherwise.
-ALLOWED = {("clover_jax.data.pipeline", "clover_jax.diffusion.corrupt")}
+# Samples and their layout with noise are the diffusion package's, and data is below it otherwise.
+ALLOWED = {
+    (f"clover_jax.data.{name}", "clover_jax.diffusion.corrupt")
+    for name in ("pipeline", "traces", "trace_batches")
+}
 
 
 def module_name(path: Path) -> str:

@@ -92,7 +92,11 @@ def _run(argv: list[str]) -> int:
             from clover_jax.cli.info import export
 
             return export(command)
-        case commands.TrainPretrain() | commands.TrainConvert():
+        case commands.DataCheck():
+            from clover_jax.cli.data import check
+
+            return check(command)
+        case commands.TrainPretrain() | commands.TrainConvert() | commands.TrainSft():
             from clover_jax.cli.train import train
 
             return train(command)

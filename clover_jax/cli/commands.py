@@ -139,8 +139,10 @@ class Eval(ModelFlags):
         n: Problems per task.
         split: Held-out part.
         batch: Problems answered together.
+        traces: Measure a JSONL file of traces instead: right calls and answers in every turn.
     """
 
+    traces: OptionalFile = None
     task: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
     n: int = 100
     split: Literal["val", "test"] = "test"
@@ -369,6 +371,32 @@ class CheckpointExport:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DataCheck:
+    """Read a file of traces as fine-tuning does: what is in it, what is learnt, what is lost.
+
+    Each line is {"messages": [...], "tools": [...], "enable_thinking": true}, the last two
+    optional. Shows counts and lengths, then one sample: prompt, and block by block what gets loss.
+
+    Attributes:
+        action: The only one.
+        file: JSONL file.
+        checkpoint: Folder whose tokenizer, chat template and block length count.
+        max_tokens: Longer samples are cut to whole blocks.
+        limit: Only so many lines, from the first.
+        json: Print JSON, without the sample.
+    """
+
+    action: Positional[Literal["check"]]  # tyro makes no subcommand of a single class
+    file: Annotated[Positional[Path], arg(metavar="FILE")]
+    checkpoint: Checkpoint = None
+    max_tokens: Annotated[
+        int | None, arg(metavar="INT", help_behavior_hint="(default: the model's context)")
+    ] = None
+    limit: Annotated[int | None, _none("INT")] = None
+    json: Switch = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFlags:
     """A training run. The same command resumes a run that was interrupted.
 
@@ -401,6 +429,21 @@ class TrainPretrain(RunFlags):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSft(RunFlags):
+    """Fine-tune a Clover folder on chat or agent traces (`clover data check` shows a file).
+
+    Attributes:
+        checkpoint: Folder to start from.
+        data: JSONL file of traces.
+        held_out: A file of the same form to validate on.
+    """
+
+    checkpoint: Checkpoint = None
+    data: Annotated[Path, arg(metavar="FILE")]
+    held_out: OptionalFile = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConvert(RunFlags):
     """Train a Qwen3.6 or Clover folder to denoise blocks.
 
@@ -419,6 +462,7 @@ _CheckpointCommands = (
 _TrainCommands = (
     Annotated[TrainPretrain, subcommand("pretrain")]
     | Annotated[TrainConvert, subcommand("convert")]
+    | Annotated[TrainSft, subcommand("sft")]
 )  # fmt: skip
 COMMANDS: Any = (
     Annotated[Generate, subcommand("generate")]
@@ -430,5 +474,6 @@ COMMANDS: Any = (
     | Annotated[Verify, subcommand("verify")]
     | Annotated[Logits, subcommand("logits")]
     | Annotated[_CheckpointCommands, subcommand("checkpoint", description="Rewrite folders.")]
+    | Annotated[DataCheck, subcommand("data")]
     | Annotated[_TrainCommands, subcommand("train", description="Train models.")]
 )  # fmt: skip

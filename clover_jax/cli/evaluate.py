@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from pathlib import Path
 
 import msgspec
 
@@ -11,6 +12,7 @@ from clover_jax.data.tasks import TASKS
 from clover_jax.errors import CloverError
 from clover_jax.eval.held_out import Result
 from clover_jax.eval.held_out import evaluate as measure
+from clover_jax.eval.traces import solve_traces
 
 HEADER = (
     "| task | mode | n | accuracy | 95 % | format | tokens | TPF previews | TPF |\n"
@@ -20,6 +22,8 @@ HEADER = (
 
 def evaluate(flags: Eval) -> int:
     """Prints one row per task, as a Markdown table or JSON lines; returns the exit status."""
+    if flags.traces is not None:
+        return _traces(flags, flags.traces)
     unknown = [task for task in flags.task if task not in TASKS]
     if unknown:
         raise CloverError(f"--task is {unknown[0]!r}: expected one of {', '.join(TASKS)}")
@@ -43,6 +47,28 @@ def evaluate(flags: Eval) -> int:
             msgspec.json.encode(dataclasses.asdict(result)).decode() if flags.json else _row(result)
         )
         print(line, flush=True)
+    return 0
+
+
+def _traces(flags: Eval, path: Path) -> int:
+    session = open_session(flags)
+    result = solve_traces(
+        session.generator,
+        path,
+        mode=flags.mode,
+        sampling=session.sampling,
+        max_tokens=flags.max_tokens or 160,
+        batch=flags.batch,
+    )
+    if flags.json:
+        print(msgspec.json.encode(dataclasses.asdict(result)).decode())
+    else:
+        turns = ", ".join(f"{n} after turn {i + 1}" for i, n in enumerate(result.right))
+        print(
+            f"{result.mode}: {100 * result.solved:.1f} % of {result.n} traces solved "
+            f"({100 * result.low:.1f}-{100 * result.high:.1f}; right: {turns}), "
+            f"TPF {result.tpf:.2f}"
+        )
     return 0
 
 

@@ -1,27 +1,30 @@
 """`clover train`: a progress line, and Ctrl-C between two steps."""
 
 import contextlib
-import dataclasses
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from clover_jax.cli.commands import TrainConvert, TrainPretrain
+from clover_jax.cli.commands import TrainConvert, TrainPretrain, TrainSft
 from clover_jax.cli.compiled import keep_compiled_programs
-from clover_jax.config import ModelConfig, from_canonical_json, override
+from clover_jax.cli.session import packaged_model
+from clover_jax.config import ModelConfig, from_canonical_json, override, replace
+from clover_jax.data.pipeline import TraceConfig
 from clover_jax.data.tokenizer import Tokenizer
 from clover_jax.diffusion.generate import Generator
 from clover_jax.diffusion.sampling_config import SamplerConfig
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
 from clover_jax.eval.held_out import evaluate as measure
+from clover_jax.eval.traces import solve_traces
 from clover_jax.model.transformer import Params
 from clover_jax.train import loop
 from clover_jax.train.calibrate import Residuals
@@ -30,7 +33,7 @@ from clover_jax.train.run_config import Evaluation, RunConfig, default_run
 PLAIN_SECONDS = 10  # between lines in a pipe
 
 
-def train(flags: TrainPretrain | TrainConvert) -> int:
+def train(flags: TrainPretrain | TrainConvert | TrainSft) -> int:
     """Starts or resumes a run; returns the exit status."""
     run = run_config(flags)
     keep_compiled_programs()
@@ -51,28 +54,34 @@ def train(flags: TrainPretrain | TrainConvert) -> int:
             flags.out,
             report=report,
             calibrated=calibrated,
-            evaluate=None if run.evaluation is None else _evaluator(run.evaluation),
+            evaluate=None if run.evaluation is None else _evaluator(run, run.evaluation),
         )
     print(model)
     return 0
 
 
-def run_config(flags: TrainPretrain | TrainConvert) -> RunConfig:
+def run_config(flags: TrainPretrain | TrainConvert | TrainSft) -> RunConfig:
     """The run that the flags ask for.
 
     Raises:
         CloverError: a setting that does not exist, or a value out of range.
     """
+    traces = None
     if isinstance(flags, TrainPretrain):
         kind, start = "pretrain", str(flags.checkpoint or flags.preset)
-    else:
+    elif isinstance(flags, TrainConvert):
         kind, start = "convert", str(flags.checkpoint)
-    run = default_run(kind, start)
+    else:
+        kind, start = "sft", str(flags.checkpoint or packaged_model())
+        held_out = None if flags.held_out is None else str(flags.held_out)
+        traces = TraceConfig(train=str(flags.data), val=held_out)
+    run = default_run(kind, start, traces=traces)
     if flags.config is not None:
         run = from_canonical_json(_read(flags.config), RunConfig)
         if run.kind != kind:
             raise CloverError(f"--config {flags.config} is of a {run.kind} run: expected {kind}")
-        run = dataclasses.replace(run, start=start)
+        files = {} if traces is None else {"traces.train": traces.train, "traces.val": traces.val}
+        run = replace(run, start=start, **files)
     return override(run, flags.set)
 
 
@@ -83,14 +92,17 @@ def _read(path: Path) -> bytes:
         raise CloverError(f"--config {path} cannot be read: {error}") from None
 
 
-def _evaluator(evaluation: Evaluation) -> loop.Evaluate:
+def _evaluator(run: RunConfig, evaluation: Evaluation) -> loop.Evaluate:
     """Accuracy and tokens per forward of both modes, by the sampler that serves."""
+    tasks = evaluation.tasks if run.data is not None else ()
+    held_out = None if run.traces is None or run.traces.val is None else Path(run.traces.val)
+    usual: dict[str, Any] = {"max_tokens": evaluation.max_tokens, "batch": evaluation.batch}
 
     def evaluate(cfg: ModelConfig, params: Params, tokenizer: Tokenizer) -> dict[str, float]:
         generator = Generator(cfg, params, tokenizer=tokenizer, env=Env())
         found: dict[str, float] = {}
         for mode in ("ar",) if cfg.bd_gdn is None else ("ar", "block"):
-            for task in evaluation.tasks:
+            for task in tasks:
                 result = measure(
                     generator,
                     task,
@@ -99,12 +111,18 @@ def _evaluator(evaluation: Evaluation) -> loop.Evaluate:
                     thinking=True,
                     mode=mode,
                     sampling=SamplerConfig(),
-                    max_tokens=evaluation.max_tokens,
-                    batch=evaluation.batch,
+                    **usual,
                 )
                 found[f"eval_{mode}_{task}"] = result.accuracy
                 if mode == "block":
                     found[f"eval_tpf_{task}"] = result.tpf
+            if held_out is not None:
+                solved = solve_traces(
+                    generator, held_out, mode=mode, sampling=SamplerConfig(), **usual
+                )
+                found[f"eval_{mode}_traces"] = solved.solved
+                if mode == "block":
+                    found["eval_tpf_traces"] = solved.tpf
         return found
 
     return evaluate

@@ -68,9 +68,14 @@ def _cell(token: int, tokenizer: Tokenizer | None) -> str:
     return "".join(c if c.isprintable() else "·" for c in shown)
 
 
+def printable(text: str) -> str:
+    """The text with a dot for whatever a terminal would obey; line breaks and tabs stay."""
+    return _CONTROLS.sub("·", text)
+
+
 def answer_text(text: str, *, thinking: bool) -> tuple[Text, bool]:
     """The text with its thoughts dim, and whether it ends inside them."""
-    text = _CONTROLS.sub("·", text)
+    text = printable(text)
     if not thinking:
         return Text(text), False
     thoughts, tag, rest = text.partition(THINK_CLOSE)

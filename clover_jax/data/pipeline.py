@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,6 +23,22 @@ WINDOW = 16  # batches sorted together
 
 NOISE = NoiseConfig()
 type Rows = Sequence[Sequence[Example]]  # the samples of each row of a batch
+
+
+class Batches(Protocol):
+    """What a run reads."""
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a training step: the same whenever it is asked for."""
+        ...
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the last batch, as JSON values."""
+        ...
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from a position."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,6 +151,20 @@ class DataConfig(RowConfig):
     mix: tasks.Mix = tasks.MIX
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceConfig(RowConfig):
+    """What a fine-tuning run reads; samples larger than the last bucket are cut to it.
+
+    Attributes:
+        train: JSONL file, see `data/traces.py`.
+        val: file of the same form, held out.
+    """
+
+    train: str
+    val: str | None = None
+    buckets: tuple[tuple[int, int], ...] = ((128, 4), (256, 8), (512, 16))
+
+
 class TaskBatches:
     """Batches of the procedural tasks, by step."""
 
@@ -162,6 +193,13 @@ class TaskBatches:
         item = tasks.item_at(mix, seed, split, index)
         thinking = tasks.thinking_at(mix, seed, split, index)
         return to_example(self.tokenizer, item, thinking=thinking, sample=index)
+
+    def get_state(self) -> dict[str, Any]:
+        """Nothing: a step is all there is to a position."""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Nothing to do."""
 
     def batch(self, step: int) -> Batch:
         """The batch of a training step."""

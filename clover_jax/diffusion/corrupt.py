@@ -73,6 +73,12 @@ class NoiseConfig:
                 "lengths of at least 1, and steps that ascend"
             )
 
+    def every_length(self, block: int) -> tuple[int, ...]:
+        """All block lengths that a sample may have in a model of block length `block`."""
+        longest = [min(block, length) for _, length in self.curriculum] or [block]
+        lengths = self.lengths or (block,)
+        return tuple(sorted({min(length, cut) for length in lengths for cut in longest}))
+
     def length(self, block: int, *, epoch: int, sample: int, seed: int, step: int = 0) -> int:
         """The block length of a sample in a model of block length `block`, at a step.
 

@@ -6,14 +6,17 @@ A run lives in a folder of its own:
     calibration.json  residuals of the block operator, before and after
     source/         not in pre-training: the Clover folder it started from, after calibration
     tokenizer/      pre-training from nothing only: trained on the first samples
-    checkpoints/    orbax; parameters, optimiser, step
+    checkpoints/    orbax; parameters, optimiser, step, position in the data
     log.jsonl       one line of metrics per logged step
-    model/          the Hugging Face folder, written when the run is complete
+    adapter/        LoRA only: what was trained, as a PEFT folder
+    model/          the Hugging Face folder, written when the run is complete; with an average of
+                    the weights if the optimiser keeps one
 
 Batches are pure functions of the step, so a resumed run takes the very same steps.
 """
 
 import dataclasses
+import functools
 import json
 import shutil
 import time
@@ -30,11 +33,12 @@ from jaxtyping import Array, Bool
 from clover_jax import checkpoint
 from clover_jax.config import ModelConfig, canonical_json
 from clover_jax.data import bpe, tasks
-from clover_jax.data.pipeline import TaskBatches
+from clover_jax.data.pipeline import Batches, TaskBatches
 from clover_jax.data.tokenizer import Tokenizer
 from clover_jax.diffusion.loss import as_arrays, training_loss
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
+from clover_jax.model import lora
 from clover_jax.model.transformer import Params, param_specs, restack, unstack
 from clover_jax.params import initialise
 from clover_jax.presets import PRESETS
@@ -111,12 +115,17 @@ def _base(run: RunConfig, folder: Path) -> _Start:
         _claim(run, folder)
         cfg, params, _ = checkpoint.load(files, dtype="float32")
         return _Start(cfg, params, files)
+    if run.data is None:
+        raise CloverError(
+            f"a model from nothing ({run.start}) gets its tokenizer from the tasks: expected data, "
+            "not traces"
+        )
     cfg = _base_of_preset(run.start)
     _claim(run, folder)
     files = folder / "tokenizer"
     if not (files / "tokenizer_config.json").exists():
         _train_tokenizer(run, cfg, files)
-    return _Start(cfg, initialise(param_specs(cfg), jax.random.key(run.seed)), files)
+    return _Start(cfg, initialise(param_specs(cfg), _key(run)), files)
 
 
 def _base_of_preset(name: str) -> ModelConfig:
@@ -142,8 +151,8 @@ def _clover(run: RunConfig, folder: Path, calibrated: Callable[[Residuals], None
             checkpoint.convert(start, folder / "uncalibrated", overwrite=True)
             start = folder / "uncalibrated"
         cfg, params, _ = checkpoint.load(start, dtype="float32")
-        batches = TaskBatches(Tokenizer.load(start), run.data, block=cfg.block_length)
         if run.calibration_steps:
+            batches = _batches(run, Tokenizer.load(start), cfg, "train")
             examples = [batches.batch(step) for step in range(run.calibration_steps)]
             params, residuals = calibrate(params, examples, cfg=cfg, env=ENV)
             (folder / "calibration.json").write_text(residuals.to_json())
@@ -174,7 +183,9 @@ def _claim(run: RunConfig, folder: Path) -> None:
 
 
 def _train_tokenizer(run: RunConfig, cfg: ModelConfig, folder: Path) -> None:
-    items = (tasks.item_at(run.data.mix, run.data.seed, "train", i) for i in range(8000))
+    assert run.data is not None  # `_base` has checked it
+    mix, seed = run.data.mix, run.data.seed
+    items = (tasks.item_at(mix, seed, "train", i) for i in range(8000))
     texts = (
         f"user\n{item.prompt}\nassistant\n\n{item.thinking}\n\n{item.answer}\n" for item in items
     )
@@ -193,23 +204,26 @@ def _run(
     cfg, params, files = start
     tokenizer = Tokenizer.load(files)
     env = dataclasses.replace(ENV, remat=run.remat)
-    batches = TaskBatches(tokenizer, run.data, block=cfg.block_length)
+    batches = _batches(run, tokenizer, cfg, "train")
     forbidden = np.arange(cfg.vocab_size) >= tokenizer.vocab_size
     if tokenizer.mask_id is not None:
         forbidden[tokenizer.mask_id] = True
-    steps = _Steps(run, batches, cfg, env, jnp.asarray(forbidden))
     # Committed to a device as a restored state is, so that both take one compiled step.
-    state = init_state(params if run.remat else unstack(params), run.optimiser)
-    state = jax.device_put(state, jax.devices()[0])
+    own = functools.partial(jax.device_put, device=jax.devices()[0])
+    weights = params if run.remat else unstack(params)
+    frozen = None if run.lora is None else own(weights)
+    trained = weights if run.lora is None else lora.init(weights, run.lora, _key(run))
+    steps = _Steps(run, batches, tokenizer, cfg, env, jnp.asarray(forbidden), frozen)
+    state = own(init_state(trained, run.optimiser))
     options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
     _discard_unfinished(folder / "checkpoints")
     with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
-        state = _restore(manager, state)
+        state = _restore(manager, state, batches)
         log = _Log(folder / "log.jsonl", int(state.step))
         saved = time.monotonic()
         for state, line in steps.take(state):  # noqa: B020 (the generator keeps the first)
             if evaluate is not None and _is_evaluated(run, line.step):
-                line.metrics.update(evaluate(cfg, state.params, tokenizer))
+                line.metrics.update(evaluate(cfg, steps.weights(state), tokenizer))
             log.append(line.step, line.metrics)
             due = line.step == line.steps or time.monotonic() - saved > save_seconds
             try:
@@ -219,21 +233,36 @@ def _run(
                 raise
             finally:
                 if due:
-                    manager.save(line.step, args=ocp.args.StandardSave(state))
+                    data = ocp.args.JsonSave(batches.get_state())
+                    kept = ocp.args.Composite(state=ocp.args.StandardSave(state), data=data)
+                    manager.save(line.step, args=kept)
                     saved = time.monotonic()
     final = steps.validate(state)
-    report(Progress(run.optimiser.steps, run.optimiser.steps, final, 0.0, 0.0))
-    log.append(run.optimiser.steps, final)
+    if final:
+        report(Progress(run.optimiser.steps, run.optimiser.steps, final, 0.0, 0.0))
+        log.append(run.optimiser.steps, final)
+    if run.lora is not None:
+        adapter = state.params if state.ema is None else state.ema
+        checkpoint.save_adapter(
+            folder / "adapter", cfg, adapter, run.lora, base=run.start, overwrite=True
+        )
     model = folder / "model"
     checkpoint.save(
         model,
         cfg,
-        restack(state.params, cfg),
+        restack(steps.weights(state), cfg),
         dtype="bfloat16",
         files_from=files,
         overwrite=True,
     )
     return model
+
+
+_merged = jax.jit(lora.merge, static_argnames="lora")
+
+
+def _key(run: RunConfig) -> Array:
+    return jax.random.key(run.seed)
 
 
 def _is_evaluated(run: RunConfig, step: int) -> bool:
@@ -248,20 +277,33 @@ def _discard_unfinished(folder: Path) -> None:
             shutil.rmtree(step)
 
 
-def _restore(manager: ocp.CheckpointManager, state: TrainState) -> TrainState:
-    """The newest checkpoint, or the given state if there is none."""
+def _batches(run: RunConfig, tokenizer: Tokenizer, cfg: ModelConfig, split: str) -> Batches:
+    if run.data is not None:
+        return TaskBatches(tokenizer, run.data, block=cfg.block_length, split=split)
+    assert run.traces is not None
+    from clover_jax.data.trace_batches import TraceBatches  # grain, of the extra `train`
+
+    return TraceBatches(tokenizer, run.traces, block=cfg.block_length, split=split)
+
+
+def _restore(manager: ocp.CheckpointManager, state: TrainState, batches: Batches) -> TrainState:
+    """The newest checkpoint, or the given state if there is none; the data goes to its position."""
     latest = manager.latest_step()
     if latest is None:
         return state
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
     try:
-        restored: Any = manager.restore(latest, args=ocp.args.StandardRestore(abstract))
-        return restored
+        kept = ocp.args.Composite(
+            state=ocp.args.StandardRestore(abstract), data=ocp.args.JsonRestore()
+        )
+        restored: Any = manager.restore(latest, args=kept)
     except (ValueError, OSError) as error:
         raise CloverError(
             f"{manager.directory}/{latest} cannot be read: {error}; delete it to go on from the "
             "checkpoint before it"
         ) from None
+    batches.set_state(restored.data)
+    return restored.state
 
 
 class _Log:
@@ -286,10 +328,19 @@ class _Steps:
     """The steps of a run, and its validation."""
 
     run: RunConfig
-    batches: TaskBatches
+    batches: Batches
+    tokenizer: Tokenizer
     cfg: ModelConfig
     env: Env
     forbidden: Bool[Array, " vocab"]
+    frozen: Params | None  # what an adapter changes
+
+    def weights(self, state: TrainState) -> Params:
+        """The model as it is to be used: averaged if there is an average, adapted if adapted."""
+        trained = state.params if state.ema is None else state.ema
+        if self.run.lora is None or self.frozen is None:
+            return jax.tree.map(lambda new, p: new.astype(p.dtype), trained, state.params)
+        return _merged(self.frozen, trained, lora=self.run.lora)
 
     def take(self, state: TrainState) -> Iterator[tuple[TrainState, Progress]]:
         """All remaining steps, `LOG_EVERY` at a time, with a line averaged over them."""
@@ -304,10 +355,14 @@ class _Steps:
                 as_arrays(batch),
                 self.forbidden,
                 jnp.float32(optimiser.rate(step)),
+                self.frozen,
                 cfg=self.cfg,
                 env=self.env,
                 loss=self.run.loss,
                 optimiser=optimiser.rule,
+                lora=self.run.lora,
+                accumulate=self.run.accumulate,
+                compute_dtype=self.run.compute_dtype,
             )
             pending.append(metrics)
             tokens += int(batch.n_valid.sum())
@@ -322,15 +377,16 @@ class _Steps:
                 yield state, line
 
     def validate(self, state: TrainState) -> dict[str, float]:
-        """Mean metrics of a few batches of the `val` split."""
+        """Mean metrics of a few batches of the `val` split, if there is one."""
+        if self.run.traces is not None and self.run.traces.val is None:
+            return {}
         loss = jax.jit(training_loss, static_argnames=("cfg", "env", "loss"))
-        batches = TaskBatches(
-            self.batches.tokenizer, self.run.data, block=self.cfg.block_length, split="val"
-        )
+        batches = _batches(self.run, self.tokenizer, self.cfg, "val")
+        weights = self.weights(state)
         read = [
             jax.device_get(
                 loss(
-                    state.params,
+                    weights,
                     as_arrays(batches.batch(i)),
                     self.forbidden,
                     cfg=self.cfg,

@@ -3,10 +3,11 @@
 import dataclasses
 from typing import Literal
 
-from clover_jax.data.pipeline import DataConfig
+from clover_jax.data.pipeline import DataConfig, RowConfig, TraceConfig
 from clover_jax.data.tasks import TASKS
 from clover_jax.diffusion.loss import LossConfig
 from clover_jax.errors import CloverError
+from clover_jax.model.lora import LoRAConfig
 from clover_jax.train.step import OptimiserConfig
 
 LOG_EVERY = 10  # steps
@@ -59,22 +60,30 @@ class RunConfig:
         kind: `pretrain` (clean stream only), `convert` (both streams, from a base or a Clover
             folder), `sft` (both streams, from a Clover folder, on the user's own traces).
         start: a preset's name (pre-training from nothing), or a checkpoint folder.
-        data: what it reads.
+        data: the tasks that it reads, or None.
+        traces: the files that it reads, or None.
         loss: weights of the terms.
         optimiser: rates and steps.
         seed: of the start values.
         calibration_steps: that fit the block operator before the first step.
+        lora: what an adapter trains instead of all weights.
+        accumulate: parts that a batch's rows run in, one after the other, for less memory.
+        compute_dtype: of the pass; None is float32. What is trained is kept in float32.
         remat: recompute each layer group in the backward pass, with the router's choices kept.
         evaluation: answers on the way, or None.
     """
 
     kind: Kind
     start: str
-    data: DataConfig
+    data: DataConfig | None = None
+    traces: TraceConfig | None = None
     loss: LossConfig
     optimiser: OptimiserConfig
     seed: int = 0
     calibration_steps: int = 0
+    lora: LoRAConfig | None = None
+    accumulate: int = 1
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
     remat: bool = False
     evaluation: Evaluation | None = None
 
@@ -84,32 +93,50 @@ class RunConfig:
                 f"run calibration_steps {self.calibration_steps}, seed {self.seed}: expected "
                 "numbers >= 0"
             )
+        if (self.data is None) == (self.traces is None):
+            raise CloverError(
+                "a run reads tasks or traces: expected one of data and traces, the other null"
+            )
+        if self.accumulate < 1 or self.rows.rows % self.accumulate:
+            raise CloverError(
+                f"run accumulate is {self.accumulate}: expected a divisor of the {self.rows.rows} "
+                "rows of a batch"
+            )
         if self.kind == "pretrain" and (self.loss.diffusion or self.calibration_steps):
             raise CloverError(
                 f"pre-training has no blocks, but loss.diffusion is {self.loss.diffusion} and "
                 f"calibration_steps {self.calibration_steps}: expected 0 for both"
             )
-        if self.loss.follow_above is not None and not self.data.noise.complementary:
+        if self.loss.follow_above is not None and not self.rows.noise.complementary:
             raise CloverError(
-                "loss.follow_above needs two views of each block, but data.noise.complementary is "
-                "false"
+                "loss.follow_above needs two views of each block, but noise.complementary is false"
             )
 
+    @property
+    def rows(self) -> RowConfig:
+        """How what it reads is laid out."""
+        rows = self.traces if self.data is None else self.data
+        assert rows is not None
+        return rows
 
-def default_run(kind: Kind, start: str) -> RunConfig:
-    """The settings of a kind of run before any `--set`."""
+
+def default_run(kind: Kind, start: str, *, traces: TraceConfig | None = None) -> RunConfig:
+    """The settings of a kind of run before any `--set`; `traces` take the place of tasks."""
+    data = DataConfig() if traces is None else None
     if kind == "pretrain":
         return RunConfig(
             kind=kind,
             start=start,
-            data=DataConfig(),
+            data=data,
+            traces=traces,
             loss=LossConfig(diffusion=0.0),
             optimiser=OptimiserConfig(learning_rate=3e-3, steps=1000),
         )
     return RunConfig(
         kind=kind,
         start=start,
-        data=DataConfig(),
+        data=data,
+        traces=traces,
         loss=LossConfig(),
         optimiser=OptimiserConfig(learning_rate=1e-3, steps=1000),
         calibration_steps=60 if kind == "convert" else 0,
