@@ -1,6 +1,7 @@
 """`clover train`: a progress line, and Ctrl-C between two steps."""
 
 import contextlib
+import dataclasses
 import signal
 import sys
 import time
@@ -8,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import msgspec
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
@@ -28,6 +31,7 @@ from clover_jax.eval.traces import solve_traces
 from clover_jax.model.transformer import Params
 from clover_jax.train import loop
 from clover_jax.train.calibrate import Residuals
+from clover_jax.train.plan import Plan, plan
 from clover_jax.train.run_config import Evaluation, RunConfig, default_run
 
 PLAIN_SECONDS = 10  # between lines in a pipe
@@ -37,6 +41,9 @@ def train(flags: TrainPretrain | TrainConvert | TrainSft) -> int:
     """Starts or resumes a run; returns the exit status."""
     run = run_config(flags)
     keep_compiled_programs()
+    if flags.dry_run:
+        print("\n".join([*_setting_lines(run), "", *_plan_lines(plan(run))]))
+        return 0
     board = flags.out / "tensorboard" if flags.tensorboard else None
     with _deferred_interrupt() as check, _reporter() as show, _tensorboard(board) as chart:
 
@@ -83,6 +90,38 @@ def run_config(flags: TrainPretrain | TrainConvert | TrainSft) -> RunConfig:
         files = {} if traces is None else {"traces.train": traces.train, "traces.val": traces.val}
         run = replace(run, start=start, **files)
     return override(run, flags.set)
+
+
+def _setting_lines(config: Any, prefix: str = "") -> list[str]:
+    """Every setting as `--set` takes it."""
+    lines = []
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            lines += _setting_lines(value, f"{name}.")
+        else:
+            text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+            lines.append(f"{name}={text}")
+    return lines
+
+
+def _plan_lines(found: Plan) -> list[str]:
+    gigabytes = lambda n: f"{n / 1e9:.3f} GB"
+    shape = lambda s: " x ".join(map(str, s))
+    total = found.weights_bytes + found.optimiser_bytes + found.work_bytes
+    return [
+        f"{found.total:,} parameters, {found.trained:,} trained",
+        *(
+            f"batch: clean {shape(s.clean)}"
+            + ("" if s.noisy is None else f", blocks {shape(s.noisy)}")
+            for s in found.shapes
+        ),
+        f"memory {gigabytes(total)}: weights {gigabytes(found.weights_bytes)}, optimiser "
+        f"{gigabytes(found.optimiser_bytes)}, the largest step's work "
+        f"{gigabytes(found.work_bytes)} (compiled for {jax.default_backend()})",
+        f"{found.steps} steps, at most {found.largest_tokens:,} clean tokens and "
+        f"{found.flops / 1e9:.1f} GFLOP each",
+    ]
 
 
 def _read(path: Path) -> bytes:

@@ -120,7 +120,7 @@ def _base(run: RunConfig, folder: Path) -> _Start:
             f"a model from nothing ({run.start}) gets its tokenizer from the tasks: expected data, "
             "not traces"
         )
-    cfg = _base_of_preset(run.start)
+    cfg = base_of_preset(run.start)
     _claim(run, folder)
     files = folder / "tokenizer"
     if not (files / "tokenizer_config.json").exists():
@@ -128,7 +128,12 @@ def _base(run: RunConfig, folder: Path) -> _Start:
     return _Start(cfg, initialise(param_specs(cfg), _key(run)), files)
 
 
-def _base_of_preset(name: str) -> ModelConfig:
+def base_of_preset(name: str) -> ModelConfig:
+    """The config of a preset's autoregressive base.
+
+    Raises:
+        CloverError: its vocabulary cannot hold a tokenizer of bytes.
+    """
     preset = PRESETS[name]()
     cfg = preset.replace(bd_gdn=None, mask_token_id=None, **{"moe.coreset": None})
     if cfg.vocab_size < bpe.SMALLEST_VOCAB:
