@@ -19,10 +19,12 @@ import pytest
 from clover_jax import checkpoint
 from clover_jax.config import canonical_json
 from clover_jax.data import tasks
-from clover_jax.data.pipeline import DataConfig, TaskBatches
+from clover_jax.data.pipeline import DataConfig, TaskBatches, TraceConfig
 from clover_jax.data.tokenizer import Tokenizer
+from clover_jax.diffusion.corrupt import NoiseConfig
 from clover_jax.diffusion.loss import LossConfig, as_arrays
 from clover_jax.errors import CloverError
+from clover_jax.model.lora import LoRAConfig, merge
 from clover_jax.model.transformer import CleanInput, forward, param_specs, restack, unembed, unstack
 from clover_jax.params import initialise, named_leaves
 from clover_jax.presets import PRESETS, clover_tiny
@@ -45,6 +47,7 @@ FLOAT32 = {
     "A_log", "dt_bias", "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm",
     "gate", *SCALARS,
 }  # fmt: skip
+ADAPTED = {"q_proj", "k_proj", "v_proj", "o_proj", "conv_right_weight", *SCALARS}
 STEPS = 12
 DATA = DataConfig(mix=tasks.Mix((("chain_sum", 1.0),)), rows=4, buckets=((72, 2),))
 RUN = RunConfig(
@@ -116,8 +119,10 @@ def saved_state(folder: Path, step: int) -> dict[str, np.ndarray]:
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), template
     )
     with ocp.CheckpointManager((folder / "checkpoints").absolute()) as manager:
-        state = manager.restore(step, args=ocp.args.StandardRestore(template))
-    return {name: np.asarray(leaf) for name, leaf in named_leaves(state).items()}
+        kept = manager.restore(
+            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(template))
+        )
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(kept.state).items()}
 
 
 def log_of(folder: Path) -> list[dict[str, float]]:
@@ -320,7 +325,7 @@ def kill_while_writing(step: Path) -> None:
 
 def cut_a_copy_short(step: Path) -> None:
     """The marks come last, so a part of a checkpoint has none."""
-    for mark in ("commit_success.txt", "default/commit_success.txt", "_CHECKPOINT_METADATA"):
+    for mark in ("commit_success.txt", "state/commit_success.txt", "_CHECKPOINT_METADATA"):
         (step / mark).unlink()
     lose_the_arrays(step)
 
@@ -331,7 +336,7 @@ def empty(step: Path) -> None:
 
 
 def lose_the_arrays(step: Path) -> None:
-    shutil.rmtree(step / "default" / "d")
+    shutil.rmtree(step / "state" / "d")
 
 
 @pytest.mark.parametrize("ruin", (kill_while_writing, cut_a_copy_short, empty))
@@ -554,3 +559,65 @@ def test_a_clover_folder_is_trained_on_as_it_is(calibrated_run, tmp_path):
             convert(tmp_path / "run", run, calibrated=stop)
     first = (tmp_path / "run" / "source" / "model.safetensors").read_bytes()
     assert first == (source / "model.safetensors").read_bytes()
+
+
+# --- fine-tuning --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory) -> TraceConfig:
+    """Twelve short conversations, several of which share a row."""
+    path = tmp_path_factory.mktemp("traces") / "train.jsonl"
+    line = lambda i: {
+        "messages": [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": f"{i} " * (1 + i % 5)},
+        ],
+        "enable_thinking": False,
+    }
+    path.write_text("".join(json.dumps(line(i)) + "\n" for i in range(12)))
+    return TraceConfig(
+        train=str(path), val=str(path), rows=2, buckets=((96, 4),), packed=True,
+        noise=NoiseConfig(complementary=False),
+    )  # fmt: skip
+
+
+def test_an_adapter_is_tuned_on_packed_traces(calibrated_run, traces, tmp_path):
+    """T3: a run that is interrupted between two lines and one that is not end alike; the adapter
+    merged into the start is the model; what it does not change keeps every bit."""
+    source = calibrated_run.folder / "source"
+    run = RunConfig(
+        kind="sft",
+        start=str(source),
+        traces=traces,
+        loss=LossConfig(),
+        optimiser=OptimiserConfig(learning_rate=1e-2, steps=20, warmup=1),
+        lora=LoRAConfig(rank=2, alpha=4.0, targets=("attention",), train=("block",)),
+    )
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    loop.train(run, whole, report=quiet, save_seconds=1e6)
+
+    def stop(line: loop.Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(run, parts, report=stop, save_seconds=1e6)
+    assert saved_steps(parts) == [10]
+    loop.train(run, parts, report=quiet, save_seconds=1e6)
+    assert log_of(parts) == log_of(whole)
+    for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (parts / name).read_bytes() == (whole / name).read_bytes()
+    log = log_of(whole)
+    assert log[1]["loss"] < log[0]["loss"]
+    assert "val_diffusion_loss" in log[-1]
+    cfg, params, _ = checkpoint.load(source)
+    adapter, config = checkpoint.load_adapter(whole / "adapter", cfg)
+    assert config == run.lora
+    merged = named_leaves(merge(params, adapter, config))
+    model = named_leaves(checkpoint.load(whole / "model")[1])
+    for name, leaf in named_leaves(params).items():
+        want = np.asarray(merged[name].astype(model[name].dtype), np.float32)
+        np.testing.assert_array_equal(np.asarray(model[name], np.float32), want, err_msg=name)
+        kind = name.rsplit(".", 1)[-1]
+        changed = (np.asarray(merged[name]) != np.asarray(leaf)).any()
+        assert changed == (kind in ADAPTED), name
