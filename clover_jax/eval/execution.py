@@ -34,6 +34,19 @@ _WORKER = Path(__file__).with_name("execution_worker.py")
 _GRACE = 10.0  # seconds past the program's after which the worker itself counts as lost
 
 
+def require_confinement() -> None:
+    """Refuse systems whose limits would not confine a program.
+
+    Raises:
+        CloverError: this is not Linux.
+    """
+    if sys.platform != "linux":
+        raise CloverError(
+            "programs are only run on Linux, whose limits confine them, and this is "
+            f"{sys.platform}: functions can be judged by the interpreter (--judge interpreter)"
+        )
+
+
 @dataclass(frozen=True)
 class Limits:
     """What one program may use, all its calls together.
@@ -120,11 +133,7 @@ def execute(programs: Sequence[Program], limits: Limits = Limits()) -> list[Outc
     Raises:
         CloverError: this is not Linux, or programs cannot be confined here.
     """
-    if sys.platform != "linux":
-        raise CloverError(
-            f"programs are only run on Linux, whose limits confine them, and this is "
-            f"{sys.platform}: use the interpreter as judge"
-        )
+    require_confinement()
     outcomes = []
     with contextlib.ExitStack() as stack:  # of one worker at a time
         worker = stack.enter_context(_worker(limits))

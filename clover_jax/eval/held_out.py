@@ -85,14 +85,10 @@ def answer(
     Raises:
         CloverError: no tokenizer, a batch below 1, or functions cannot be run here.
     """
-    if batch < 1:
-        raise CloverError(f"batch is {batch}: expected at least 1")
     found: list[Answer] = []
-    for part in _parts(items, batch):
-        requests = [_request(generator, item, thinking, sampling, max_tokens) for item in part]
-        # A short last part is filled up, so that one compiled program serves all of them.
-        padded = [*requests, *[requests[-1]] * (batch - len(requests))]
-        for item, completion in zip(part, generator.complete(padded, mode=mode), strict=False):
+    for part, padded in in_batches(items, batch):
+        requests = [_request(generator, item, thinking, sampling, max_tokens) for item in padded]
+        for item, completion in zip(part, generator.complete(requests, mode=mode), strict=False):
             verdict = tasks.score(item, completion.text or "", thinking=thinking)
             found.append(Answer(item, completion, verdict))
         progress(len(found))
@@ -222,8 +218,17 @@ def wilson(right: int, n: int) -> tuple[float, float]:
     return centre - half, centre + half
 
 
-def _parts(items: Sequence[tasks.Item], size: int) -> Iterator[Sequence[tasks.Item]]:
-    return (items[i : i + size] for i in range(0, len(items), size))
+def in_batches[T](items: Sequence[T], batch: int) -> Iterator[tuple[Sequence[T], Sequence[T]]]:
+    """Parts, and each filled up with its last item: one compiled program serves all of them.
+
+    Raises:
+        CloverError: a batch below 1.
+    """
+    if batch < 1:
+        raise CloverError(f"batch is {batch}: expected at least 1")
+    for i in range(0, len(items), batch):
+        part = items[i : i + batch]
+        yield part, [*part, *[part[-1]] * (batch - len(part))]
 
 
 def _request(
