@@ -7,6 +7,7 @@ still there when the function runs.
 """
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Sequence
 
@@ -87,10 +88,11 @@ def find_holes(
     for item in items:
         prompt = tokenize_prompt(tokenizer, tasks.messages(item), enable_thinking=False)
         answer = tokenizer.encode(item.answer, special=True)
-        sizes = [len(tokenizer.decode(answer[:i], skip_special=False)) for i in range(len(answer))]
+        sizes = [len(tokenizer.to_bytes([token], skip_special=False)) for token in answer]
+        before = itertools.accumulate(sizes[:-1], initial=0)  # bytes, as the header is ASCII
         places = [
             first
-            for first, size in enumerate(sizes)
+            for first, size in enumerate(before)
             if size >= len(HEADER)
             and first + length < min(len(answer), first - first % block + block)
         ]
