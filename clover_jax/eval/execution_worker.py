@@ -7,6 +7,7 @@ it looks at the source, so that parsing is bounded, too.
 
 import ast
 import builtins
+import contextlib
 import json
 import os
 import resource
@@ -18,6 +19,7 @@ import unicodedata  # noqa: F401  the parser imports it for names that are not A
 from typing import Any, NamedTuple
 
 NOBODY = 65534
+STATUSES = ("ran", "error", "timeout", "memory", "unconfined")
 RESULT = 3  # the fork's only descriptor beside 0 to 2, which are /dev/null
 
 ALLOWED = (
@@ -62,7 +64,8 @@ def serve(limits: Limits) -> None:
 
 def outcome(child: int, reader: int, limits: Limits) -> dict[str, Any]:
     """What a fork says, or what ends it."""
-    answer, told = b"", None
+    answer = b""
+    told: Any = None
     deadline = time.monotonic() + limits.wall_seconds
     while told is None:
         if not select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -81,10 +84,11 @@ def outcome(child: int, reader: int, limits: Limits) -> dict[str, Any]:
         if ended == signal.SIGXCPU:
             return {"status": "timeout"}
         return {"status": "error", "kind": signal.Signals(ended).name}
-    try:
-        return json.loads(answer)
-    except ValueError:
-        return {"status": "error", "kind": "output"}
+    with contextlib.suppress(ValueError, RecursionError):
+        told = json.loads(answer)
+    if isinstance(told, dict) and told.get("status") in STATUSES:
+        return told
+    return {"status": "error", "kind": "output"}  # a program that got out wrote something else
 
 
 def confined(job: dict[str, Any], limits: Limits, null: int, writer: int) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -228,6 +229,18 @@ sys.stdout.write(os.read(reader, 10**6).decode())
     assert found.keys() >= {"open", "write", "socket", "pipe", "fork", "raise a limit"}, ran.stderr
     assert "old descriptors" in found
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("said", (b"", b"x", b"[]", b"{}", b'{"status": "passed"}', b"[" * 5000))
+def test_what_else_comes_out_is_an_error(said: bytes):
+    worker = runpy.run_path(str(Path(execution.__file__).with_name("execution_worker.py")))
+    reader, writer = os.pipe()
+    os.write(writer, said)
+    os.close(writer)
+    with subprocess.Popen(["true"]) as child:
+        told = worker["outcome"](child.pid, reader, worker["Limits"](1, 9.0, 2**28, 10_000))
+    os.close(reader)
+    assert told == {"status": "error", "kind": "output"}
 
 
 def test_300_references_pass():
