@@ -148,6 +148,7 @@ class Eval(ModelFlags):
         judge: Of Python functions: run them in a confined process (Linux only), or read them with
             an interpreter of a small subset.
         hole: Tokens of a hole (infill only).
+        place: Where in the body the hole is (infill only).
         draws: Masks per block (humaneval-loss only).
     """
 
@@ -158,6 +159,7 @@ class Eval(ModelFlags):
     batch: int = 16
     judge: Literal["execution", "interpreter"] = "execution"
     hole: int = 8
+    place: Literal["anywhere", "start"] = "anywhere"
     draws: int = 8
 
 

@@ -76,6 +76,7 @@ def _infill(flags: Eval) -> None:
         n=flags.n,
         split=flags.split,
         length=flags.hole,
+        place=flags.place,
         sampling=session.sampling,
         batch=flags.batch,
         progress=_progress,

@@ -1,15 +1,17 @@
 """Holes in held-out Python functions, filled with and without what follows them, and run.
 
-The hole is a span of tokens inside one block of the reference answer, at a place that depends on
-the problem only. Three arms fill it: `block` with the rest of its block in view, `block, left only`
-and `ar` without. What the model cannot see (later blocks; for the last two all that follows) is
-still there when the function runs.
+The hole is a span of tokens inside one block of the reference answer: somewhere in the body, at a
+place that depends on the problem only, or at its start, where left context leaves open whether a
+loop or a comprehension follows. Three arms fill it: `block` with the rest of its block in view,
+`block, left only` and `ar` without. What the model cannot see (later blocks; for the last two all
+that follows) is still there when the function runs.
 """
 
 import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from clover_jax.data import tasks
 from clover_jax.data.chat import tokenize_prompt
@@ -27,6 +29,7 @@ from clover_jax.eval.held_out import (
 )
 
 HEADER = "def f(xs):\n"  # of every answer; never in a hole
+Place = Literal["anywhere", "start"]
 ARMS = ("block", "block, left only", "ar")
 
 
@@ -75,9 +78,14 @@ class ArmResult:
 
 
 def find_holes(
-    tokenizer: Tokenizer, items: Sequence[tasks.Item], *, length: int, block: int
+    tokenizer: Tokenizer,
+    items: Sequence[tasks.Item],
+    *,
+    length: int,
+    place: Place = "anywhere",
+    block: int,
 ) -> list[Hole]:
-    """A hole per item; none where no place in the body leaves an answer token right in its block.
+    """A hole per item; none where no such place leaves an answer token right of it in its block.
 
     Raises:
         CloverError: a length below 1.
@@ -90,11 +98,11 @@ def find_holes(
         answer = tokenizer.encode(item.answer, special=True)
         sizes = [len(tokenizer.to_bytes([token], skip_special=False)) for token in answer]
         before = itertools.accumulate(sizes[:-1], initial=0)  # bytes, as the header is ASCII
+        body = [first for first, size in enumerate(before) if size >= len(HEADER)]
         places = [
             first
-            for first, size in enumerate(before)
-            if size >= len(HEADER)
-            and first + length < min(len(answer), first - first % block + block)
+            for first in (body if place == "anywhere" else body[:1])
+            if first + length < min(len(answer), first - first % block + block)
         ]
         if places:
             first = random.Random(f"{item.problem}\0{length}").choice(places)
@@ -109,6 +117,7 @@ def evaluate_infill(
     n: int,
     split: str,
     length: int,
+    place: Place = "anywhere",
     sampling: SamplerConfig,
     batch: int,
     progress: Callable[[str, int], None] = lambda *_: None,
@@ -120,6 +129,7 @@ def evaluate_infill(
         n: problems.
         split: held-out part.
         length: tokens of a hole.
+        place: of the holes in the body.
         sampling: threshold and the like.
         batch: holes filled together.
         progress: called with the arm and the number of holes so far.
@@ -130,7 +140,9 @@ def evaluate_infill(
     if generator.tokenizer is None:
         raise CloverError("evaluation needs a tokenizer, and this folder has none")
     items = tasks.eval_set("python_function", split, n)
-    holes = find_holes(generator.tokenizer, items, length=length, block=generator.cfg.block_length)
+    holes = find_holes(
+        generator.tokenizer, items, length=length, place=place, block=generator.cfg.block_length
+    )
     if not holes:
         raise CloverError(
             f"none of {len(items)} answers has room for a hole of {length} tokens inside a block "

@@ -46,6 +46,10 @@ def test_holes(tokenizer):
     assert holes == find_holes(tokenizer, ITEMS, length=3, block=8)
     assert len({h.first for h in holes}) > 5
     assert find_holes(tokenizer, ITEMS, length=8, block=8) == []
+    for h in find_holes(tokenizer, ITEMS, length=3, place="start", block=32):
+        # The body's first token: the one before it still belongs to the header.
+        assert text(h.response[: h.first]).startswith(HEADER)
+        assert not text(h.response[: h.first - 1]).startswith(HEADER)
 
 
 def test_arms_of_a_small_model(tokenizer):
