@@ -134,19 +134,35 @@ class Chat(ModelFlags):
 class Eval(ModelFlags):
     """Accuracy and tokens per forward pass on held-out problems of the built-in tasks.
 
+    Two more suites look at code. `infill` fills holes in held-out Python functions, with and
+    without what follows the hole, and runs them. `humaneval-loss` gives the loss on HumanEval's
+    solutions, causal and as the bound by denoising; their tests are never run. Needs the extra
+    `experiments`.
+
     Attributes:
+        suite: What to measure.
         task: Task to measure (all of them by default).
-        n: Problems per task.
+        n: Problems per task, or of the suite.
         split: Held-out part.
         batch: Problems answered together.
-        traces: Measure a JSONL file of traces instead: right calls and answers in every turn.
+        judge: Of Python functions: run them in a confined process (Linux only), or read them with
+            an interpreter of a small subset.
+        hole: Tokens of a hole (infill only).
+        place: Where in the body the hole is (infill only).
+        draws: Masks per block (humaneval-loss only).
+        file: JSONL file of traces: right calls and answers in every turn (traces only).
     """
 
-    traces: OptionalFile = None
+    suite: Literal["tasks", "infill", "humaneval-loss", "traces"] = "tasks"
+    file: OptionalFile = None
     task: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
     n: int = 100
     split: Literal["val", "test"] = "test"
     batch: int = 16
+    judge: Literal["execution", "interpreter"] = "execution"
+    hole: int = 8
+    place: Literal["anywhere", "start"] = "anywhere"
+    draws: int = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

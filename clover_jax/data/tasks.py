@@ -272,7 +272,7 @@ def _function_inputs() -> list[list[int]]:
     return [[], *([n] for n in range(-20, 21)), *mixed]
 
 
-_FUNCTION_INPUTS = _function_inputs()
+FUNCTION_INPUTS = _function_inputs()  # what a python_function is judged on
 
 
 def _call(function: ast.FunctionDef, xs: list[int]) -> object:
@@ -295,7 +295,7 @@ def _check_function(item: Item, answer: str) -> bool | None:
     got, reference = _function(answer), _function(item.answer)
     if got is None or reference is None:
         return None
-    return all(_call(got, xs) == _call(reference, xs) for xs in _FUNCTION_INPUTS)
+    return all(_call(got, xs) == _call(reference, xs) for xs in FUNCTION_INPUTS)
 
 
 # --- the public surface -------------------------------------------------------------------------
@@ -422,6 +422,14 @@ def response_text(item: Item, thinking: bool) -> str:
     return f"{item.thinking}\n</think>\n\n{item.answer}" if thinking else item.answer
 
 
+def split_response(text: str, *, thinking: bool) -> tuple[str, str]:
+    """Scratchpad and answer of a decoded response; see `score` for the arguments."""
+    steps, closed, answer = text.partition("</think>")
+    if not closed:
+        steps, answer = (text, "") if thinking else ("", text)
+    return steps.strip().removeprefix("<think>"), answer.strip()
+
+
 def score(item: Item, text: str, *, thinking: bool = False) -> Score:
     """Judges a decoded response, stop token removed.
 
@@ -431,9 +439,7 @@ def score(item: Item, text: str, *, thinking: bool = False) -> Score:
         thinking: the prompt left the think block open, so an answer needs a `</think>` before it.
             Otherwise the text is the answer, or, if it has a `</think>`, what follows that.
     """
-    steps, closed, answer = text.partition("</think>")
-    if not closed:
-        steps, answer = (text, "") if thinking else ("", text)
-    verdict = _CHECKS[item.task](item, answer.strip())
-    steps_valid = _steps_valid(item, steps.strip().removeprefix("<think>"))
+    steps, answer = split_response(text, thinking=thinking)
+    verdict = _CHECKS[item.task](item, answer)
+    steps_valid = _steps_valid(item, steps)
     return Score(verdict is True, verdict is not None, steps_valid)

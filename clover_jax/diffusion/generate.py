@@ -261,7 +261,7 @@ class Generator:
         sampling = sampler_params([r.sampling for r in requests])
         rows = [_Row(self.tokenizer, r) for r in requests]
         began = time.perf_counter()
-        state, reused = self._start(requests, loop, cache)
+        state, reused = self.start(requests, loop, cache)
         if keep_cache is not None:
             keep_cache(snapshot(state.cache))
         jax.block_until_ready(state.cache.length)
@@ -293,10 +293,14 @@ class Generator:
             if (finish != sampler.RUNNING).all():
                 return
 
-    def _start(
-        self, requests: Sequence[Request], loop: Loop, prefix: DecodeCache | None
+    def start(
+        self, requests: Sequence[Request], loop: Loop, prefix: DecodeCache | None = None
     ) -> tuple[DecodeState, int]:
-        """Prefill the prompts, after checking that everything fits."""
+        """Prefill the prompts, after checking that everything fits.
+
+        Returns:
+            A decode loop's first state, and how many tokens of `prefix` were reused.
+        """
         cfg = self.cfg
         limit = max(r.max_tokens for r in requests)
         longest = max(len(r.prompt) for r in requests)

@@ -10,6 +10,9 @@ from clover_jax.data.chat import tokenize_prompt
 from clover_jax.diffusion.generate import Completion, Generator, Request
 from clover_jax.diffusion.sampling_config import SamplerConfig
 from clover_jax.errors import CloverError
+from clover_jax.eval import execution
+
+type Judge = Literal["interpreter", "execution"]
 
 Z95 = 1.959963984540054  # of the normal distribution, two-sided
 
@@ -61,6 +64,7 @@ def answer(
     sampling: SamplerConfig,
     max_tokens: int,
     batch: int,
+    judge: Judge = "interpreter",
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Answer]:
     """Answer problems in batches and score them.
@@ -73,23 +77,59 @@ def answer(
         sampling: threshold and the like.
         max_tokens: longer answers are cut, and then wrong.
         batch: problems answered together.
+        judge: of Python functions. `execution` runs them (Linux only); `interpreter` knows a small
+            subset of Python, anywhere and without a process: for training and the card, whose
+            answers look like the references.
         progress: called with the number of answers so far.
 
     Raises:
-        CloverError: no tokenizer, or a batch below 1.
+        CloverError: no tokenizer, a batch below 1, or functions cannot be run here.
     """
-    if batch < 1:
-        raise CloverError(f"batch is {batch}: expected at least 1")
     found: list[Answer] = []
-    for part in _parts(items, batch):
-        requests = [_request(generator, item, thinking, sampling, max_tokens) for item in part]
-        # A short last part is filled up, so that one compiled program serves all of them.
-        padded = [*requests, *[requests[-1]] * (batch - len(requests))]
-        for item, completion in zip(part, generator.complete(padded, mode=mode), strict=False):
+    for part, padded in in_batches(items, batch):
+        requests = [_request(generator, item, thinking, sampling, max_tokens) for item in padded]
+        for item, completion in zip(part, generator.complete(requests, mode=mode), strict=False):
             verdict = tasks.score(item, completion.text or "", thinking=thinking)
             found.append(Answer(item, completion, verdict))
         progress(len(found))
-    return found
+    return judged_by_execution(found, thinking=thinking) if judge == "execution" else found
+
+
+def judged_by_execution(answers: Sequence[Answer], *, thinking: bool) -> list[Answer]:
+    """The same answers; a Python function is right if it returns what the reference does.
+
+    Its form is judged as before: one function f(xs), of at most a few hundred characters.
+
+    Raises:
+        CloverError: programs are not run on this system.
+    """
+    running = [
+        i
+        for i, a in enumerate(answers)
+        if a.item.task == "python_function" and a.score.format_valid
+    ]
+    own = [
+        tasks.split_response(answers[i].completion.text or "", thinking=thinking)[1]
+        for i in running
+    ]
+    right = dict(zip(running, run_correctly(own, [answers[i].item for i in running]), strict=True))
+    rescored = lambda a, correct: dataclasses.replace(
+        a, score=dataclasses.replace(a.score, correct=correct)
+    )
+    return [rescored(a, right[i]) if i in right else a for i, a in enumerate(answers)]
+
+
+def run_correctly(sources: Sequence[str], items: Sequence[tasks.Item]) -> list[bool]:
+    """Whether each source's f returns what its `python_function` item's reference does.
+
+    Raises:
+        CloverError: programs are not run on this system.
+    """
+    program = lambda source: execution.Program(source, "f", tasks.FUNCTION_INPUTS)
+    references = execution.execute([program(item.answer) for item in items])
+    expected = [reference.outputs for reference in references]
+    verdicts = execution.judge([program(source) for source in sources], expected)
+    return [verdict.status == "passed" for verdict in verdicts]
 
 
 def evaluate(
@@ -103,18 +143,19 @@ def evaluate(
     sampling: SamplerConfig,
     max_tokens: int,
     batch: int,
+    judge: Judge = "interpreter",
     progress: Callable[[int], None] = lambda _: None,
 ) -> Result:
     """Answer the first `n` held-out problems of a family; see `answer` for the arguments.
 
     Raises:
-        CloverError: no tokenizer, unknown task or split, bad numbers.
+        CloverError: no tokenizer, unknown task or split, bad numbers, functions cannot be run here.
     """
     if n < 1:
         raise CloverError(f"n is {n}: expected at least 1")
     answers = answer(
         generator, tasks.eval_set(task, split, n), thinking=thinking, mode=mode, sampling=sampling,
-        max_tokens=max_tokens, batch=batch, progress=progress,
+        max_tokens=max_tokens, batch=batch, judge=judge, progress=progress,
     )  # fmt: skip
     right, count = sum(a.score.correct for a in answers), len(answers)
     stats = [a.completion.stats for a in answers]
@@ -177,8 +218,17 @@ def wilson(right: int, n: int) -> tuple[float, float]:
     return centre - half, centre + half
 
 
-def _parts(items: Sequence[tasks.Item], size: int) -> Iterator[Sequence[tasks.Item]]:
-    return (items[i : i + size] for i in range(0, len(items), size))
+def in_batches[T](items: Sequence[T], batch: int) -> Iterator[tuple[Sequence[T], Sequence[T]]]:
+    """Parts, and each filled up with its last item: one compiled program serves all of them.
+
+    Raises:
+        CloverError: a batch below 1.
+    """
+    if batch < 1:
+        raise CloverError(f"batch is {batch}: expected at least 1")
+    for i in range(0, len(items), batch):
+        part = items[i : i + batch]
+        yield part, [*part, *[part[-1]] * (batch - len(part))]
 
 
 def _request(

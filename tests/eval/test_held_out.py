@@ -1,11 +1,15 @@
-"""Intervals of the card."""
+"""Intervals of the card, and functions judged by running them."""
 
 import math
 import random
+import sys
 
 import pytest
 
-from clover_jax.eval.held_out import paired_difference, wilson
+from clover_jax.data import tasks
+from clover_jax.data.tasks import Item
+from clover_jax.diffusion.generate import Completion, Stats
+from clover_jax.eval.held_out import Answer, judged_by_execution, paired_difference, wilson
 
 
 def test_wilson_example():
@@ -55,3 +59,31 @@ def test_coverage():
         found = paired_difference([([bool(a) for a in first], [bool(b) for b in second])])
         inside += found.low <= truth <= found.high
     assert 0.92 < inside / 600 <= 1
+
+
+def answer_of(text: str, task: str = "python_function", thinking: bool = False) -> Answer:
+    item = Item(task, "", "", "def f(xs):\n    return sum([x for x in xs if x > 3])", "")
+    stats = Stats(1, 0, 1, 1, 1, 1.0, 1.0, 1.0, 1.0, (), ())
+    done = Completion((), text, "stop", (), (), (), stats)
+    return Answer(item, done, tasks.score(item, text, thinking=thinking))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="programs are run on Linux only")
+def test_functions_judged_by_execution():
+    """Right, wrong, what only the interpreter takes, what only Python takes, and no function."""
+    body = "def f(xs):\n    return "
+    texts = {
+        body + "sum(x for x in xs if x > 3)": True,
+        body + "sum(x for x in xs if x > 4)": False,
+        body + "sum(filter(lambda x: x > 3, xs))": True,
+        body + "sum(x for x in xs if x > 3) + 0 * len(x for x in xs)": False,
+        "sum(xs)": False,
+        "def g(xs): return 1\n" + body + "sum(x for x in xs if x > 3)": False,  # not the form
+    }
+    before = [*map(answer_of, texts), answer_of("hi", task="text")]
+    after = judged_by_execution(before, thinking=False)
+    assert [a.score.correct for a in after] == [*texts.values(), False]
+    assert [a.score.correct for a in before] != [a.score.correct for a in after]
+    assert [a.score.format_valid for a in after] == [a.score.format_valid for a in before]
+    thought = answer_of(f"\n</think>\n\n{next(iter(texts))}", thinking=True)
+    assert judged_by_execution([thought], thinking=True)[0].score.correct
