@@ -24,7 +24,10 @@ INFILL_HEADER = (
     "| hole filled by | n | runs right | 95 % | exact | forwards | gain of right context (95 %) |\n"
     "|---|---|---|---|---|---|---|"
 )
-TRACES_HEADER = "| mode | traces | solved | 95 % | right after turn 1, 2, ... | TPF |\n|---|---|---|---|---|---|"
+TRACES_HEADER = (
+    "| mode | traces | solved | 95 % | right after turn 1, 2, ... | TPF |\n"
+    "|---|---|---|---|---|---|"
+)
 LOSS_HEADER = "| loss | nats/token | bits/byte |\n|---|---|---|"
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -25,6 +25,7 @@ NOISE = NoiseConfig()
 type Rows = Sequence[Sequence[Example]]  # the samples of each row of a batch
 
 
+@runtime_checkable
 class Batches(Protocol):
     """What a run reads."""
 
