@@ -44,8 +44,9 @@ def follow(
         env: where and how.
     """
     views = batch.block_index.shape[1] // 2
-    first = lambda a: None if a is None else a[:, :views]
-    index, start = first(batch.block_index), first(batch.block_start)
+    first = lambda a: a[:, :views]
+    index = first(batch.block_index)
+    start = None if batch.block_start is None else first(batch.block_start)
     noisy = NoisyInput(
         first(batch.block_tokens),
         first(batch.block_masked),
