@@ -18,10 +18,9 @@ from clover_jax.params import named_leaves
 from tests.helpers.limits import assert_close
 from tests.model.small import QUICK, config, random_params
 
-# One GDN and one attention layer. What depends on a sample's beginning is on: the history slot is
-# dropped where the prefix is empty, and the first token of a block rests on the clean stream.
+# One GDN and one attention layer; the first token of a block rests on the clean stream.
 CFG = config(full_attention_interval=2, vocab_size=60).replace(
-    num_layers=2, logits_position="shifted", **{"bd_gdn.empty_history": "drop"}
+    num_layers=2, logits_position="shifted"
 )
 FORBIDDEN = jnp.arange(60) == CFG.mask_token_id
 LENGTHS = (1, 5, 13, 30)
@@ -66,15 +65,20 @@ def places(order):
         column, block = column + LENGTHS[i], block + USED[i]
 
 
-@jax.jit
-def hidden(params, batch):
-    """Final hidden states of both streams."""
+@functools.partial(jax.jit, static_argnames="cfg")
+def passed(params, batch, cfg=CFG):
+    """One pass over both streams."""
     b = batch
     noisy = NoisyInput(
         b.block_tokens, b.block_masked, b.block_n_valid, b.block_index, b.block_start
     )
     clean = CleanInput(b.tokens, b.n_valid, b.start)
-    return forward(params, clean, noisy, None, cfg=CFG, env=Env()).hidden
+    return forward(params, clean, noisy, None, cfg=cfg, env=Env())
+
+
+def hidden(params, batch):
+    """Final hidden states of both streams."""
+    return passed(params, batch).hidden
 
 
 @functools.partial(jax.jit, compiler_options=QUICK)
@@ -135,6 +139,18 @@ def test_packing_changes_no_loss_and_no_gradient(order, decay):
         assert float(parts[name]) == pytest.approx(float(want_parts[name]), rel=1e-5), name
     for name, leaf in grads.items():
         assert_close("gradient", name, leaf, want_grads[name])
+
+
+def test_an_empty_prefix_is_the_samples_own():
+    """The history slot is dropped where a sample begins, and only there: shares, 0 at a border."""
+    cfg, order = CFG.replace(**{"bd_gdn.empty_history": "drop"}), ORDERS[2]
+    got, want = (passed(params(), b, cfg) for b in (in_one_row(order), in_rows(packed=True)))
+    assert_same_hidden(order, got.hidden, want.hidden)
+    shares = np.asarray(want.stats.history_share)[0]  # means over a row's blocks
+    assert shares[0] == 0 and shares[1] > 0.01 and shares[3] > 0.01
+    assert float(got.stats.history_share[0, 0]) == pytest.approx(
+        np.average(shares, weights=USED), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(("order", "changed"), [(ORDERS[2], 3), (ORDERS[0], 3), (ORDERS[1], 0)])
