@@ -232,20 +232,21 @@ def pack(
     """Lay samples into few rows of at most `time` tokens and `blocks` blocks of one view.
 
     First fit, longest first: a sample goes into the oldest row with room for it, else into a new
-    one. Equally long samples are taken in the given order, and so stand in a row.
+    one. Equally long samples go in the given order; a row's samples stand as they went in.
     """
-    packed, room = Packed([], []), []
+    packed = Packed([], [])
+    room: list[tuple[int, int]] = []  # tokens and blocks, by row
     for example in sorted(examples, key=lambda e: -len(e.tokens)):
-        size = np.array([len(example.tokens), len(example.blocks(length_of(example)))])
-        if (size > (time, blocks)).any():
+        n, used = len(example.tokens), len(example.blocks(length_of(example)))
+        if n > time or used > blocks:
             packed.left.append(example)
             continue
-        r = next((r for r, free in enumerate(room) if (size <= free).all()), len(room))
+        r = next((r for r, (t, b) in enumerate(room) if n <= t and used <= b), len(room))
         if r == len(room):
             packed.rows.append(())
-            room.append(np.array([time, blocks]))
+            room.append((time, blocks))
         packed.rows[r] += (example,)
-        room[r] -= size
+        room[r] = (room[r][0] - n, room[r][1] - used)
     return packed
 
 

@@ -28,14 +28,17 @@ BLOCK = CFG.block_length
 ONE_VIEW = NoiseConfig(complementary=False)
 
 
-def batch(rows: int, *, time: int = 40, blocks: int = 3):
-    """Prompts and responses of random lengths."""
+def batch(rows: int, *, samples: int = 1, time: int = 40, blocks: int = 3):
+    """Prompts and responses of random lengths, several to a row."""
     rng = np.random.default_rng(0)
     tokens = lambda n: rng.integers(10, 150, n).tolist()
-    sizes = zip(rng.integers(3, 12, rows), rng.integers(1, 24, rows), strict=True)
+    count = rows * samples
+    sizes = zip(rng.integers(3, 12, count), rng.integers(1, 24, count), strict=True)
+    examples = [Example.single(i, tokens(p), tokens(r)) for i, (p, r) in enumerate(sizes)]
     return make_batch(
-        [(Example.single(i, tokens(p), tokens(r)),) for i, (p, r) in enumerate(sizes)],
-        time=time, blocks=blocks, block=BLOCK, pad_id=0, seed=0, epoch=0, noise=ONE_VIEW,
+        [examples[i : i + samples] for i in range(0, count, samples)],
+        time=samples * time, blocks=samples * blocks, block=BLOCK, pad_id=0, seed=0, epoch=0,
+        noise=ONE_VIEW,
     )  # fmt: skip
 
 
@@ -75,6 +78,23 @@ def test_blocks_vary():
     np.testing.assert_array_equal(got.block_masked[there][noisy], given.block_masked[there][noisy])
     for name in ("tokens", "n_valid", "block_index", "block_tokens"):
         np.testing.assert_array_equal(getattr(got, name), getattr(given, name))
+
+
+def test_blocks_of_packed_rows_stay_in_their_samples():
+    """What follows a sample's end is another one, whose causal values are not the block's."""
+    given = batch(50, samples=3)
+    got = vary_blocks(given, 3, BLOCK)
+    for r, b in np.argwhere(got.block_n_valid > 0):
+        first = got.block_index[r, b]
+        span = slice(first, first + got.block_n_valid[r, b])
+        assert span.stop <= got.n_valid[r]
+        assert (got.start[r, span] == got.block_start[r, b]).all()
+    room = got.block_index + BLOCK <= got.n_valid[:, None]
+    last = np.take_along_axis(got.start, np.where(room, got.block_index + BLOCK - 1, 0), axis=1)
+    room &= (given.block_n_valid > 0) & (last == got.block_start)
+    assert (got.block_n_valid[room] > 0).all() and room.sum() > 50
+    over = (given.block_n_valid > 0) & ~room
+    assert (got.block_n_valid[over] < BLOCK).all() and over.sum() > 50
 
 
 def test_variation_depends_on_the_step_only():
