@@ -289,6 +289,7 @@ def _to_peft(cfg: ModelConfig, lora: LoRAConfig, base: str) -> dict[str, Any]:
     modules = _modules()
     is_module = lambda kind: RULES[kind][0].endswith(".weight")
     listed = lambda kinds: sorted(modules[kind] for kind in kinds)
+    bare = listed(k for k in trained if not is_module(k))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -305,7 +306,7 @@ def _to_peft(cfg: ModelConfig, lora: LoRAConfig, base: str) -> dict[str, Any]:
         "target_modules": listed(low_rank.difference(_EXPERTS)),
         "target_parameters": listed(low_rank.intersection(_EXPERTS)) or None,
         "modules_to_save": listed(filter(is_module, trained)) or None,
-        "clover_parameters": listed(k for k in trained if not is_module(k)),
+        **({"clover_parameters": bare} if bare else {}),
     }
 
 

@@ -212,7 +212,7 @@ def require_free(folder: Path, overwrite: bool, mark: str = CONFIG_FILE) -> None
     if not overwrite:
         raise CloverError(f"{folder} is not empty: choose another, or allow overwriting")
     if not (folder / mark).is_file():
-        raise CloverError(f"{folder} has no {mark}: it will not be overwritten")
+        raise CloverError(f"{folder} is full and has no {mark}: it will not be overwritten")
 
 
 def _swap(building: Path, folder: Path) -> None:

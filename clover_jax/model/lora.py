@@ -127,7 +127,7 @@ def init(params: Params, lora: LoRAConfig, key: Array) -> Adapter:
     """
     low_rank, whole = lora.select(tuple(dict.fromkeys(map(leaf_kind, named_leaves(params)))))
 
-    def start(path: tuple[Any, ...], weight: Array) -> LowRank | Array | None:
+    def start(path: tuple[Any, ...], weight: Any) -> LowRank | Array | None:
         name = path_name(path)
         kind = leaf_kind(name)
         if kind in whole:
@@ -164,7 +164,7 @@ def merge(params: Params, adapter: Adapter, lora: LoRAConfig) -> Params:
         lora: the adapter's config.
     """
 
-    def changed(weight: Array, change: LowRank | Array | None) -> Array:
+    def changed(weight: Any, change: Any) -> Any:
         if change is None:
             return weight
         if not isinstance(change, LowRank):

@@ -78,10 +78,6 @@ class OptimiserConfig:
                     f"{'above 0' if least is None else f'from {least}'}"
                     f"{'' if most == math.inf else f' to {most}'}"
                 )
-        if self.schedule not in ("linear", "cosine"):
-            raise CloverError(
-                f"optimiser schedule is {self.schedule!r}: expected 'linear' or 'cosine'"
-            )
         if self.ema is not None and not 0 <= self.ema < 1:
             raise CloverError(
                 f"optimiser ema is {self.ema}: expected a number from 0 to below 1, or none"

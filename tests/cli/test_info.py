@@ -1,13 +1,18 @@
-"""`clover info` and `clover checkpoint convert`."""
+"""`clover info`, `clover checkpoint convert` and `clover checkpoint merge`."""
 
 import json
 import os
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from clover_jax import checkpoint
 from clover_jax.cli import info as info_module
+from clover_jax.model.lora import LoRAConfig, init
+from clover_jax.params import named_leaves
 from clover_jax.presets import PRESETS
 from tests.cli.conftest import Clover, config
 from tests.model.small import random_params
@@ -73,3 +78,25 @@ def test_convert_then_info(clover: Clover, model: Path, tmp_path: Path):
     again = clover("checkpoint", "convert", base, target)
     assert again.status == 2 and "not empty" in again.err
     assert clover("checkpoint", "convert", base, target, "--overwrite").status == 0
+
+
+def test_merge_then_info(clover: Clover, model: Path, tmp_path: Path):
+    lora = LoRAConfig(rank=2, targets=("q_proj",), train=("A_log",))
+    change = init(random_params(config()), lora, jax.random.key(0))
+    change = jax.tree.map(jnp.ones_like, change)
+    checkpoint.save_adapter(tmp_path / "lora", config(), change, lora, base=model)
+    merge = ("checkpoint", "merge", model, tmp_path / "lora", tmp_path / "merged")
+    ran = clover(*merge)
+    assert ran.status == 0 and f"wrote {tmp_path / 'merged'}" in ran.out
+    assert clover("info", tmp_path / "merged").status == 0
+    got, old = (named_leaves(checkpoint.load(f)[1]) for f in (tmp_path / "merged", model))
+    for name, value in got.items():
+        # Two columns of ones times two rows of ones, scaled by 32 / 2.
+        shift = 32 if name.endswith("q_proj") else 0
+        want = np.ones_like(value) if name.endswith("A_log") else np.asarray(old[name]) + shift
+        np.testing.assert_allclose(value, want, rtol=1e-6, err_msg=name)
+    again = clover(*merge)
+    assert again.status == 2 and "not empty" in again.err
+    assert clover(*merge, "--overwrite").status == 0
+    wrong = clover("checkpoint", "merge", model, model, tmp_path / "other")
+    assert wrong.status == 2 and "is not an adapter folder" in wrong.err

@@ -118,6 +118,8 @@ def test_wrong_input(clover: Clover, model: Path, stdin: bytes, fragment: str):
         ("checkpoint convert nowhere target", "nowhere"),
         ("checkpoint convert a b c", "c"),
         ("checkpoint convert a b --set c", "KEY=VALUE"),
+        ("checkpoint merge a b", "OUT"),
+        ("checkpoint merge nowhere b c", "nowhere is not a folder"),
         ("info nowhere", "nowhere"),
         ("info --preset clover_huge", "clover_huge"),
         ("info folder --preset clover_tiny", "choose one"),

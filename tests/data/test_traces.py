@@ -14,7 +14,7 @@ from clover_jax.data.bpe import train_bpe, write_tokenizer
 from clover_jax.data.chat import render_chat
 from clover_jax.data.tokenizer import Tokenizer
 from clover_jax.data.traces import Traces, read_traces, targets, truncate, truncate_all
-from clover_jax.diffusion.corrupt import Example, make_batch
+from clover_jax.diffusion.corrupt import Example, NoiseConfig, make_batch
 from clover_jax.errors import CloverError
 
 END = "<|im_end|>"
@@ -327,8 +327,8 @@ def test_a_cut_invents_no_stop(example, tokens, blocks) -> None:
     else:
         assert cut == example
     batch = make_batch(
-        [cut], time=len(cut.tokens), blocks=len(kept), block=BLOCK, pad_id=PAD, seed=0, epoch=0,
-        pad_weight=0.5,
+        [(cut,)], time=len(cut.tokens), blocks=len(kept), block=BLOCK, pad_id=PAD, seed=0, epoch=0,
+        noise=NoiseConfig(),
     )  # fmt: skip
     for row in batch.block_tokens[0]:
         filled = row == PAD  # and fillers, the only pads here, stand after a stop only

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from clover_jax.errors import CloverError
+from clover_jax.model.lora import LoRAConfig, init
 from clover_jax.model.transformer import param_specs, unstack
 from clover_jax.params import named_leaves
 from clover_jax.train.step import OptimiserConfig, TrainState, init_state
@@ -61,6 +62,17 @@ def test_rates_without_a_warmup():
     rate = OptimiserConfig(learning_rate=0.5, steps=10, warmup=0, decay_share=0.5).rate
     got = [rate(step) for step in range(11)]
     np.testing.assert_allclose(got, [0.5] * 6 + [0.4, 0.3, 0.2, 0.1, 0], atol=1e-7)
+
+
+def test_rates_on_a_cosine():
+    """Up over 10 steps, then half a cosine down to 0 at step 110."""
+    options = {"learning_rate": 0.5, "warmup": 10, "schedule": "cosine"}
+    rate = OptimiserConfig(steps=110, decay_share=0.9, **options).rate
+    want = {0: 0, 5: 0.25, 10: 0.5, 35: 0.25 + 0.25 * 0.5**0.5, 60: 0.25, 110: 0, 111: 0}
+    want |= {10 + 100 // 3: 0.25 + 0.25 * np.cos(np.pi * 0.33)}
+    for step, value in want.items():
+        assert rate(step) == pytest.approx(value, abs=1e-12), step
+    assert OptimiserConfig(steps=10, **options).rate(10) == 0.5  # all of it warm-up
 
 
 @pytest.mark.parametrize("stacked", (True, False))
@@ -131,7 +143,9 @@ def test_muon_orthogonalises_each_matrix(stacked):
 
 
 def test_runs_of_other_lengths_share_their_programs():
-    options = OptimiserConfig(learning_rate=0.5, steps=10, warmup=3, decay_share=0.1)
+    options = OptimiserConfig(
+        learning_rate=0.5, steps=10, warmup=3, decay_share=0.1, schedule="cosine"
+    )
     assert options.rule == OptimiserConfig(learning_rate=0.1, steps=99).rule
     assert options.rule != OptimiserConfig(learning_rate=0.1, steps=99, clip=2.0).rule
 
@@ -142,8 +156,27 @@ def test_state_before_the_first_step():
     assert isinstance(state, TrainState)
     assert state.params is params
     assert (state.step.dtype, int(state.step)) == (jnp.int32, 0)
+    assert state.ema is None
     for name, a in named_leaves(optax.tree.get(state.optimiser, "mu")).items():
         assert not np.asarray(a).any(), name
+
+
+@pytest.mark.parametrize("kind", ("muon", "adamw"))
+def test_the_factors_of_an_adapter_decay(kind):
+    """Muon leaves them to AdamW: a first step of any gradient is its sign."""
+    lora = LoRAConfig(rank=2, targets=("q_proj", "experts"), train=("norms",))
+    adapter = init(weights(), lora, jax.random.key(0))
+    options = OptimiserConfig(
+        kind=kind, learning_rate=0.5, steps=10, clip=1e9, weight_decay=0.1
+    ).make(0.5)
+    grads = jax.tree.map(lambda a: jnp.full_like(a, -0.3), adapter)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = jax.jit(options.update)(grads, options.init(adapter), adapter)
+    step = 0.5 if kind == "adamw" else 0.5 * (1 + 0.09 / 0.19)
+    for name, weight in named_leaves(adapter).items():
+        decay = 0.05 * np.asarray(weight) if ".lora_" in name else 0
+        got = named_leaves(updates)[name]
+        np.testing.assert_allclose(got, step - decay, rtol=1e-4, err_msg=name)
 
 
 BAD = {
@@ -154,6 +187,10 @@ BAD = {
     "decay for longer than the run": {"decay_share": 1.5},
     "negative decay": {"weight_decay": -0.1},
     "nothing passes the clip": {"clip": 0.0},
+    "average that never moves": {"ema": 1.0},
+    "freezing for no steps": {"freeze": ("gate",)},
+    "freezing nothing": {"freeze_steps": 3},
+    "freezing what no model has": {"freeze": ("router",), "freeze_steps": 3},
 }
 
 
