@@ -42,7 +42,7 @@ def train(flags: TrainPretrain | TrainConvert | TrainSft) -> int:
     run = run_config(flags)
     keep_compiled_programs()
     if flags.dry_run:
-        print("\n".join([*_setting_lines(run), "", *_plan_lines(plan(run))]))
+        print("\n".join([*setting_lines(run), "", *_plan_lines(plan(run))]))
         return 0
     board = flags.out / "tensorboard" if flags.tensorboard else None
     with _deferred_interrupt() as check, _reporter() as show, _tensorboard(board) as chart:
@@ -92,17 +92,28 @@ def run_config(flags: TrainPretrain | TrainConvert | TrainSft) -> RunConfig:
     return override(run, flags.set)
 
 
-def _setting_lines(config: Any, prefix: str = "") -> list[str]:
+def setting_lines(config: Any, prefix: str = "") -> list[str]:
     """Every setting as `--set` takes it."""
     lines = []
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
-            lines += _setting_lines(value, f"{name}.")
+            lines += setting_lines(value, f"{name}.")
         else:
-            text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-            lines.append(f"{name}={text}")
+            lines.append(f"{name}={_setting(value)}")
     return lines
+
+
+def _setting(value: Any) -> str:
+    """JSON, but a bare word where that cannot be taken for JSON."""
+    text = msgspec.json.encode(value).decode()
+    if not isinstance(value, str):
+        return text
+    try:
+        msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        return value
+    return text
 
 
 def _plan_lines(found: Plan) -> list[str]:

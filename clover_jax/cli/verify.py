@@ -27,7 +27,7 @@ from clover_jax.verify.endpoint import ask, compare_endpoint
 from clover_jax.verify.limits import LIMITS
 from clover_jax.verify.llama import llama_trace
 from clover_jax.verify.oracle import run_oracle
-from clover_jax.verify.preview import compare_preview, compare_training
+from clover_jax.verify.preview import TRAINING_REQUEST, compare_preview, compare_training
 from clover_jax.verify.report_text import draw, endpoint_table, tables
 from clover_jax.verify.trace import Tensors, read_trace, write_trace
 
@@ -237,8 +237,8 @@ def _training_request(flags: Verify, cfg: ModelConfig) -> Tensors:
         block_weight=weight(batch.block_tokens, batch.block_weight),
         block_masked=batch.block_masked.astype(np.uint8),
     )
-    tensors = {name: a for name, a in batch._asdict().items() if a is not None}
-    return {**tensors, "forbidden": forbidden}
+    known = {**batch._asdict(), "forbidden": forbidden}
+    return {name: known[name] for name in TRAINING_REQUEST}
 
 
 def logits(flags: Logits) -> int:

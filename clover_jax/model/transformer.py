@@ -138,11 +138,13 @@ def before_blocks(
     Args:
         hidden: of the clean stream.
         index: clean tokens before each block.
-        start: as `NoisyInput.start`; a block that begins its sample gets that sample's own first
-            token, never the last one of another.
+        start: as `NoisyInput.start`. A block that begins its sample gets zeros, as an empty cache
+            has: nothing has been said before it.
     """
-    last = jnp.maximum(index - 1, 0 if start is None else start)
-    return jnp.take_along_axis(hidden[:, None], last[..., None, None], axis=2)[:, :, 0]
+    first = jnp.zeros_like(index) if start is None else start
+    last = jnp.maximum(index - 1, 0)
+    found = jnp.take_along_axis(hidden[:, None], last[..., None, None], axis=2)[:, :, 0]
+    return jnp.where((index > first)[..., None], found, 0)
 
 
 def forward(

@@ -48,6 +48,11 @@ from clover_jax.verify.ours import ENV, TAPS, Fed, compiled_extend
 from clover_jax.verify.trace import Tensors, as_float
 from pallas_kernels.block_attention import KV_TILE, BlockKV, block_attention
 
+# What the training oracle is asked: rows of one sample each, whose noise masks and nothing else.
+TRAINING_REQUEST = (
+    "tokens", "n_valid", "target_weight", "block_index", "block_tokens", "block_masked",
+    "block_n_valid", "block_weight", "forbidden",
+)  # fmt: skip
 PARTS = ("loss", "ar_loss", "diffusion_loss", "router_balance", "router_z")
 
 
@@ -299,11 +304,13 @@ def compare_training(
         precision: of our matmuls.
     """
     limits = LIMITS[cfg.dtype]
-    # Rows of one sample each: the fields of packed ones are not asked about.
-    names = [name for name in Batch._fields if name not in Batch._field_defaults]
-    asked = {name: np.asarray(theirs[f"request.{name}"]) for name in (*names, "forbidden")}
+    asked = {name: np.asarray(theirs[f"request.{name}"]) for name in TRAINING_REQUEST}
     forbidden = jnp.asarray(asked.pop("forbidden").astype(bool))
-    batch = Batch(**asked | {"block_masked": asked["block_masked"].astype(bool)})
+    batch = Batch(
+        **asked | {"block_masked": asked["block_masked"].astype(bool)},
+        block_shown=asked["block_tokens"],
+        block_follows=np.zeros(asked["block_index"].shape, bool),
+    )
     arrays = as_arrays(batch)
     with jax.default_matmul_precision(precision):
         (_, parts), grads = _loss_and_gradients(

