@@ -111,7 +111,7 @@ def _base(run: RunConfig, folder: Path) -> _Start:
                 f"start is {run.start!r}: expected a checkpoint folder or one of "
                 f"{', '.join(PRESETS)}"
             )
-        checkpoint.inspect(files).require_loadable()
+        _check_data(run, files)
         _claim(run, folder)
         cfg, params, _ = checkpoint.load(files, dtype="float32")
         return _Start(cfg, params, files)
@@ -149,7 +149,7 @@ def _clover(run: RunConfig, folder: Path, calibrated: Callable[[Residuals], None
     source = folder / "source"
     start = Path(run.start)
     if not source.exists():
-        checkpoint.inspect(start).require_loadable()
+        _check_data(run, start)
     _claim(run, folder)
     if not source.exists():
         if checkpoint.inspect(start).require_loadable().bd_gdn is None:
@@ -289,6 +289,14 @@ def _batches(run: RunConfig, tokenizer: Tokenizer, cfg: ModelConfig, split: str)
     from clover_jax.data.trace_batches import TraceBatches  # grain, of the extra `train`
 
     return TraceBatches(tokenizer, run.traces, block=cfg.block_length, split=split)
+
+
+def _check_data(run: RunConfig, start: Path) -> None:
+    """Raises what is wrong with a folder or with the run's files before anything is written."""
+    cfg = checkpoint.inspect(start).require_loadable()
+    if run.traces is not None:
+        for split in ("train", "val") if run.traces.val is not None else ("train",):
+            _batches(run, Tokenizer.load(start), cfg, split)
 
 
 def _restore(manager: ocp.CheckpointManager, state: TrainState, batches: Batches) -> TrainState:

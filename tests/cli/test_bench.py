@@ -69,6 +69,7 @@ def test_autoregressive_models_are_refused(clover: Clover, tmp_path: Path):
 CHEAP = {"moe.coreset": None, "delta.value_head_dim": 16}  # llama.cpp wants key and value alike
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("inferna") is None, reason="llama.cpp's wheel exists for Linux on x86-64 only"
 )

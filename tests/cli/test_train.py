@@ -19,6 +19,7 @@ from clover_jax.train.calibrate import Residuals
 from clover_jax.train.loop import Progress
 from clover_jax.train.run_config import RunConfig, default_run
 from tests.cli.conftest import Clover
+from tests.helpers.compilation import unoptimised
 
 type Body = Callable[[Callable[[Progress], None]], None]
 
@@ -173,10 +174,11 @@ def test_second_interrupt_does_not_wait(
 
 
 def test_a_dry_run_prints_and_writes_nothing(clover: Clover, model: Path, tmp_path: Path):
-    ran = clover(
-        "train", "convert", "--checkpoint", model, "--out", tmp_path / "run", "--dry-run",
-        "--set", "data.rows=2", "--set", "data.buckets=[[16,1]]", "--set", "optimiser.steps=7",
-    )  # fmt: skip
+    with unoptimised():
+        ran = clover(
+            "train", "convert", "--checkpoint", model, "--out", tmp_path / "run", "--dry-run",
+            "--set", "data.rows=2", "--set", "data.buckets=[[16,1]]", "--set", "optimiser.steps=7",
+        )  # fmt: skip
     assert ran.status == 0
     lines = ran.out.splitlines()
     assert "optimiser.steps=7" in lines and "data.buckets=[[16,1]]" in lines

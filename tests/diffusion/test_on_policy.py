@@ -11,7 +11,7 @@ from clover_jax.diffusion.corrupt import Example, NoiseConfig, make_batch
 from clover_jax.diffusion.on_policy import follow
 from clover_jax.env import Env
 from clover_jax.model.transformer import extend, preview
-from tests.model.small import config, random_params
+from tests.model.small import QUICK, config, random_params
 
 CFG = config(full_attention_interval=2, vocab_size=60).replace(num_layers=2, **{"delta.chunk": 4})
 ENV = Env(moe_path="dense")
@@ -36,9 +36,21 @@ def params():
     return jax.tree.map(jnp.asarray, random_params(CFG))
 
 
+@functools.partial(jax.jit, compiler_options=QUICK)
+def commit(params, tokens, n_valid, cache):
+    return extend(params, tokens, n_valid, cache, cfg=CFG, env=ENV).cache
+
+
+@functools.partial(jax.jit, compiler_options=QUICK)
+def denoise(params, tokens, masked, cache):
+    n_valid = jnp.full((1,), 8, jnp.int32)
+    return preview(params, tokens, masked, n_valid, cache, cfg=CFG, env=ENV)[0]
+
+
 @functools.cache
 def compiled(threshold: float):
-    return jax.jit(functools.partial(follow, threshold=threshold, cfg=CFG, env=ENV))
+    call = functools.partial(follow, threshold=threshold, cfg=CFG, env=ENV)
+    return jax.jit(call, compiler_options=QUICK)
 
 
 def test_what_is_left_is_what_one_preview_was_not_sure_of():
@@ -52,15 +64,11 @@ def test_what_is_left_is_what_one_preview_was_not_sure_of():
     for r, example in enumerate(examples):
         for b, (first, _) in enumerate(example.blocks(8)):
             cache = empty_cache(CFG, 1, 64)
-            prefix = jnp.asarray([example.tokens[:first]], jnp.int32)
-            cache = extend(
-                params(), prefix, jnp.asarray([first], jnp.int32), cache, cfg=CFG, env=ENV
-            ).cache
+            prefix = jnp.asarray([[*example.tokens[:first], *[0] * (24 - first)]], jnp.int32)
+            cache = commit(params(), prefix, jnp.asarray([first], jnp.int32), cache)
             masked = batch.block_masked[r, b]
-            logits, _ = preview(
-                params(), jnp.asarray(batch.block_tokens[r, b][None]), jnp.asarray(masked[None]),
-                jnp.full((1,), 8, jnp.int32), cache, cfg=CFG, env=ENV,
-            )  # fmt: skip
+            draft = jnp.asarray(batch.block_tokens[r, b][None])
+            logits = denoise(params(), draft, jnp.asarray(masked[None]), cache)
             confidence = jax.nn.softmax(jnp.where(FORBIDDEN[None], -jnp.inf, logits[0])).max(-1)
             confidence = np.where(masked, confidence, -1)
             sure = (confidence > THRESHOLD) | (np.arange(8) == confidence.argmax())

@@ -18,6 +18,8 @@ from pallas_kernels.compat import MACHINES, interpreted, target
 from tests.helpers.limits import assert_close
 from tests.model.small import QUICK
 
+pytestmark = pytest.mark.slow  # interpreters
+
 GROUP, SCALE = 1, 0.3
 LOWERED = [s for s in SPECS if s.name in ("preview_35b_131k", "prefill_35b_512", "decode_35b_4k")]
 

@@ -22,6 +22,8 @@ from pallas_kernels.gated_delta.specs import SPECS
 from pallas_kernels.registry import explain, unsupported
 from tests.helpers.limits import assert_close
 
+pytestmark = pytest.mark.slow  # interpreters
+
 NAMES = ("q", "k", "v", "g", "beta", "state")
 WIDTH = 128
 QUICK = {"xla_backend_optimization_level": 0}

@@ -211,6 +211,7 @@ def program(impl, tile):
     return functools.partial(expert_glu, tile=tile, impl=impl)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "hidden", "dtype"),
     [
@@ -231,6 +232,7 @@ def test_tpu_kernel_interpreted(rows, hidden, dtype):
         compare("pallas_tpu", jax.jit(call)(*poisoned(args)), args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "tile"), [(1, 1), (7, 8), (8, 8), (10, 8)])
 def test_gpu_kernels_interpreted(rows, tile):
     args = operands(rows, experts=2, width=64, hidden=64, dtype=jnp.bfloat16)

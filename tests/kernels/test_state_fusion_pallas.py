@@ -13,6 +13,8 @@ from pallas_kernels.state_fusion.specs import CLOVER, COSTLIEST, SPECS
 from tests.helpers.limits import assert_close
 from tests.kernels.test_state_fusion import NAMES, QUICK, assert_same, inputs, run
 
+pytestmark = pytest.mark.slow  # interpreters
+
 jitted = functools.partial(jax.jit, compiler_options=QUICK)
 
 HEAD = {"tpu": 128, "gpu": 64}

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from clover_jax.diffusion.corrupt import Example, make_batch
+from clover_jax.diffusion.corrupt import Example, NoiseConfig, make_batch
 from clover_jax.diffusion.loss import LossConfig, as_arrays
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
@@ -50,8 +50,9 @@ def batch():
     examples = [Example.single(i, tokens(p), tokens(r)) for i, (p, r) in enumerate(sizes)]
     return as_arrays(
         make_batch(
-            examples, time=16, blocks=3, block=4, pad_id=0, seed=0, epoch=0, pad_weight=0.05,
-            complementary=True, frontier_share=0.5,
+            [(example,) for example in examples],
+            time=16, blocks=3, block=4, pad_id=0, seed=0, epoch=0,
+            noise=NoiseConfig(frontier_share=0.5),
         )
     )  # fmt: skip
 
