@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from clover_jax.data.tokenizer import MASK, THINK_CLOSE, THINK_OPEN
 from clover_jax.errors import CloverError
+from clover_jax.files import whole_file
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|im_end|>"
@@ -102,13 +103,15 @@ def write_tokenizer(
     template = resources.files("clover_jax") / "assets" / "clover-nano" / "chat_template.jinja"
     files = {
         "tokenizer.json": tokenizer.to_str(pretty=True),
-        "tokenizer_config.json": msgspec.json.format(msgspec.json.encode(config)).decode() + "\n",
         "chat_template.jinja": template.read_text(encoding="utf-8"),
+        # Last: where it is, the others are, too.
+        "tokenizer_config.json": msgspec.json.format(msgspec.json.encode(config)).decode() + "\n",
     }
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            (Path(folder) / name).write_text(text, encoding="utf-8", newline="\n")
+            with whole_file(Path(folder) / name) as building:
+                building.write_text(text, encoding="utf-8", newline="\n")
     except OSError as error:
         raise CloverError(f"{folder} cannot be written: {error}; choose another folder") from None
 

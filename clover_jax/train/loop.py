@@ -38,6 +38,7 @@ from clover_jax.data.tokenizer import Tokenizer
 from clover_jax.diffusion.loss import as_arrays, training_loss
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
+from clover_jax.files import whole_file
 from clover_jax.model import lora
 from clover_jax.model.transformer import Params, param_specs, restack, unstack
 from clover_jax.params import initialise
@@ -180,11 +181,12 @@ def _claim(run: RunConfig, folder: Path) -> None:
             )
     elif folder.exists() and not folder.is_dir():
         raise CloverError(f"{folder} is a file: choose another folder for the run")
-    elif folder.exists() and any(folder.iterdir()):
+    elif folder.exists() and any(not p.match("run.json.*.part") for p in folder.iterdir()):
         raise CloverError(f"{folder} is not empty and holds no run: choose another folder")
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(asked)
+        with whole_file(path) as building:
+            building.write_text(asked)
 
 
 def _train_tokenizer(run: RunConfig, cfg: ModelConfig, folder: Path) -> None:
@@ -325,7 +327,10 @@ class _Log:
     def __init__(self, path: Path, step: int) -> None:
         self._path = path
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        path.write_text("".join(x for x in lines if _is_before(json.loads(x), step)))
+        # A run that was killed may have left a part of its last line.
+        whole = (line for line in lines if line.endswith("\n"))
+        with whole_file(path) as building:
+            building.write_text("".join(x for x in whole if _is_before(json.loads(x), step)))
 
     def append(self, step: int, metrics: dict[str, float]) -> None:
         with self._path.open("a") as file:

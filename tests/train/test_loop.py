@@ -302,6 +302,22 @@ def test_a_report_may_end_the_run(base, fresh):
     assert_same_end(fresh, base)
 
 
+def test_files_that_a_kill_cut_short(base, fresh):
+    """A line of the log without its end, and a run.json that never got its name."""
+
+    def stop(line: loop.Progress) -> None:
+        raise KeyboardInterrupt
+
+    (fresh / "run.json").rename(fresh / "run.json.123.part")
+    shutil.rmtree(fresh / "tokenizer")
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(fresh, report=stop)
+    with (fresh / "log.jsonl").open("a") as file:
+        file.write('{"step": 12, "ar_lo')
+    pretrain(fresh)
+    assert_same_end(fresh, base)
+
+
 def test_a_finished_run_stays_as_it_is(base, fresh):
     shutil.copytree(base, fresh, dirs_exist_ok=True)
     assert pretrain(fresh) == fresh / "model"
