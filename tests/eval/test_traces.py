@@ -38,7 +38,7 @@ def trace(question: str, *, count: str) -> dict[str, Any]:
 
 TRACES = [
     trace("ropes?", count="7"),
-    trace("how mgot ropes?", count="8"),
+    trace("how many cords?", count="8"),
     {"messages": [user("hi"), says("hello")], "enable_thinking": False},
     trace("got ropes?", count="9"),
     {"messages": [user("bye"), says("bye")], "enable_thinking": False},
