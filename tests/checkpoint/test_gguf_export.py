@@ -66,6 +66,7 @@ def test_llama_cpp_agrees_on_random_weights(small: Path, tmp_path: Path):
     assert divergence(ours, theirs).max() < 1e-8
 
 
+@pytest.mark.slow
 def test_llama_cpp_agrees_on_nano(tmp_path: Path):
     """The causal trunk of the model that ships, on 2,000 tokens: top-1 wherever it is clear.
 

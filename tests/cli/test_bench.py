@@ -25,6 +25,7 @@ def quick_compilation():
             yield
 
 
+@pytest.mark.slow
 def test_figures_agree(model: Path, clover: Clover):
     arguments = ("bench", "--checkpoint", model, "--batch", 2, "--rounds", 2, "--max-tokens", 8)
     ran = clover(*arguments, "--json")

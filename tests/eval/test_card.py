@@ -41,6 +41,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("card")
 
 
+@pytest.mark.slow
 def test_card(model: Path, measured: Path, monkeypatch: pytest.MonkeyPatch):
     """Measured once; then read back, drawn, and refused for other settings or weights."""
     folders = {"model": model, "parent": model}

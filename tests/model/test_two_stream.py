@@ -133,6 +133,7 @@ def test_every_weight_learns():
         assert (each > 1e-6).all(), name
 
 
+@pytest.mark.slow
 def test_rematerialisation_keeps_the_routing():
     """Of a layer group only its inputs and the experts it chose are kept; gradients are equal."""
     cfg = CFG.replace(**{"delta.chunk": 4})

@@ -475,6 +475,7 @@ def calibrated_run(base, tmp_path_factory) -> CalibratedRun:
     return CalibratedRun(folder, run, residuals, {p.name for p in folder.iterdir()})
 
 
+@pytest.mark.slow
 def test_calibration_fits_the_block_operator(calibrated_run):
     """In every GDN layer the residual on its batch falls, over all lengths together."""
     (found,) = calibrated_run.residuals
@@ -488,6 +489,7 @@ def test_calibration_fits_the_block_operator(calibrated_run):
     np.testing.assert_allclose(np.asarray(kept["after"], float), found.after, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_conversion_leaves_the_causal_model_alone(base, calibrated_run):
     """Before training, the AR logits are the parent's to the last bit, the mask's own aside."""
     parent, parent_params, _ = checkpoint.load(base / "model", dtype="float32")
@@ -511,6 +513,7 @@ def test_conversion_leaves_the_causal_model_alone(base, calibrated_run):
     np.testing.assert_array_equal(logits[0][..., others], logits[1][..., others])
 
 
+@pytest.mark.slow
 def test_conversion_adds_the_mask_row_and_the_scalars(base, calibrated_run):
     """The mask's rows are the mean of the tokens' rows; calibration changed its scalars only."""
     parent = named_leaves(checkpoint.load(base / "model", dtype="float32")[1])
@@ -537,6 +540,7 @@ def test_conversion_adds_the_mask_row_and_the_scalars(base, calibrated_run):
             assert np.abs(value - start).max() < 1
 
 
+@pytest.mark.slow
 def test_a_resumed_conversion_keeps_its_source(calibrated_run):
     """The folder loses its scaffolding, is not calibrated again, and goes on where it stopped."""
     folder, run = calibrated_run.folder, calibrated_run.run
@@ -562,6 +566,7 @@ def test_a_resumed_conversion_keeps_its_source(calibrated_run):
     assert Tokenizer.load(model).mask_id == cfg.mask_token_id
 
 
+@pytest.mark.slow
 def test_a_clover_folder_is_trained_on_as_it_is(calibrated_run, tmp_path):
     """Conversion of what is Clover already, without calibration: the same weights to start from."""
     source = calibrated_run.folder / "source"
@@ -599,6 +604,7 @@ def traces(tmp_path_factory) -> TraceConfig:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_adapter_is_tuned_on_packed_traces(calibrated_run, traces, tmp_path):
     """T3: a run that is interrupted between two lines and one that is not end alike; the adapter
     merged into the start is the model; what it does not change keeps every bit."""

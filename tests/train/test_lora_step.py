@@ -26,6 +26,8 @@ from tests.helpers.compilation import unoptimised
 from tests.helpers.limits import assert_close
 from tests.model.small import config, random_tree
 
+pytestmark = pytest.mark.slow  # a program each
+
 CFG = config(full_attention_interval=2).replace(num_layers=2, block_length=4)
 OPTIMISER = OptimiserConfig(
     kind="adamw", learning_rate=1e-2, steps=9, clip=1e9, ema=0.9, freeze=("gate",), freeze_steps=2

@@ -22,6 +22,8 @@ from clover_jax.verify.limits import LIMITS
 from clover_jax.verify.preview import compare_preview, compare_training
 from clover_jax.verify.trace import Tensors, read_trace
 
+pytestmark = pytest.mark.slow  # whole passes with taps, compiled once a test
+
 GOLDENS = Path(__file__).parents[1] / "goldens"
 QWEN, CLOVER = GOLDENS / "qwen36_tiny", GOLDENS / "clover_tiny"
 
