@@ -151,6 +151,14 @@ class DataConfig(RowConfig):
 
     mix: tasks.Mix = tasks.MIX
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.packed:
+            raise CloverError(
+                "data packed is true: the tasks are drawn without end, so batches of like sizes "
+                "leave little padding; expected false"
+            )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TraceConfig(RowConfig):
@@ -175,13 +183,9 @@ class TaskBatches:
         """`block` is the model's block length, `split` one of `tasks.SPLITS`.
 
         Raises:
-            CloverError: the config asks for packed rows.
+            CloverError: the config asks for blocks longer than the model's.
         """
-        if config.packed:
-            raise CloverError(
-                "data packed is true: the tasks are drawn without end, so batches of like sizes "
-                "leave little padding; expected false"
-            )
+        config.noise.every_length(block)
         self.config = config
         self.tokenizer = tokenizer
         self._block = block

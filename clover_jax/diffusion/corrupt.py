@@ -74,13 +74,7 @@ class NoiseConfig:
             )
 
     def every_length(self, block: int) -> tuple[int, ...]:
-        """All block lengths that a sample may have in a model of block length `block`."""
-        longest = [min(block, length) for _, length in self.curriculum] or [block]
-        lengths = self.lengths or (block,)
-        return tuple(sorted({min(length, cut) for length in lengths for cut in longest}))
-
-    def length(self, block: int, *, epoch: int, sample: int, seed: int, step: int = 0) -> int:
-        """The block length of a sample in a model of block length `block`, at a step.
+        """All block lengths that a sample may have in a model of block length `block`.
 
         Raises:
             CloverError: a length is above the model's.
@@ -90,6 +84,12 @@ class NoiseConfig:
                 f"noise lengths are {self.lengths}: expected at most the model's block length, "
                 f"{block}"
             )
+        longest = [min(block, length) for _, length in self.curriculum] or [block]
+        lengths = self.lengths or (block,)
+        return tuple(sorted({min(length, cut) for length in lengths for cut in longest}))
+
+    def length(self, block: int, *, epoch: int, sample: int, seed: int, step: int = 0) -> int:
+        """The block length of a sample in a model of block length `block`, at a step."""
         lengths = self.lengths or (block,)
         draw = np.random.default_rng([seed, epoch, sample, _LENGTH]).integers(len(lengths))
         longest = [length for first, length in self.curriculum if first <= step]

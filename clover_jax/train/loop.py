@@ -122,6 +122,7 @@ def _base(run: RunConfig, folder: Path) -> _Start:
             "not traces"
         )
     cfg = base_of_preset(run.start)
+    run.data.noise.every_length(cfg.block_length)
     _claim(run, folder)
     files = folder / "tokenizer"
     if not (files / "tokenizer_config.json").exists():
@@ -296,9 +297,9 @@ def _batches(run: RunConfig, tokenizer: Tokenizer, cfg: ModelConfig, split: str)
 def _check_data(run: RunConfig, start: Path) -> None:
     """Raises what is wrong with a folder or with the run's files before anything is written."""
     cfg = checkpoint.inspect(start).require_loadable()
-    if run.traces is not None:
-        for split in ("train", "val") if run.traces.val is not None else ("train",):
-            _batches(run, Tokenizer.load(start), cfg, split)
+    only_train = run.traces is not None and run.traces.val is None
+    for split in ("train",) if only_train else ("train", "val"):
+        _batches(run, Tokenizer.load(start), cfg, split)
 
 
 def _restore(manager: ocp.CheckpointManager, state: TrainState, batches: Batches) -> TrainState:

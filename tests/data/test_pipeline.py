@@ -180,9 +180,9 @@ def test_blocks_of_several_lengths(tokenizer):
     assert seen == [{8}, {8, 16}]
 
 
-def test_tasks_are_not_packed(tokenizer):
+def test_tasks_are_not_packed():
     with pytest.raises(CloverError, match="packed"):
-        batches(tokenizer, DataConfig(mix=MIX, packed=True))
+        DataConfig(mix=MIX, packed=True)
 
 
 def test_unknown_split(tokenizer):

@@ -359,7 +359,8 @@ def test_lengths_are_drawn_and_the_curriculum_cuts_them():
     assert counts.sum() == 600 and (abs(counts - 200) < 60).all()
     assert NoiseConfig().length(16, seed=0, epoch=0, sample=3) == 16
     with pytest.raises(CloverError, match="at most the model's block length, 8"):
-        config.length(8, seed=0, epoch=0, sample=0)
+        config.every_length(8)
+    assert config.every_length(16) == (4, 8, 16)
 
 
 BAD_NOISE = {

@@ -439,6 +439,21 @@ def test_the_sampler_is_asked_on_the_way(base, fresh):
     assert without == log_of(base)
 
 
+def test_settings_that_do_not_fit_the_model_claim_no_folder(base, tmp_path):
+    """They can be corrected and tried again in the same folder."""
+    noise = NoiseConfig(lengths=(64,))
+    for run in (
+        dataclasses.replace(CONVERT, data=dataclasses.replace(DATA, noise=noise)),
+        dataclasses.replace(RUN, data=dataclasses.replace(DATA, noise=noise)),
+        dataclasses.replace(CONVERT, data=None, traces=TraceConfig(train="none.jsonl")),
+    ):
+        with pytest.raises(CloverError, match=r"block length, 32|none\.jsonl"):
+            loop.train(
+                dataclasses.replace(run, start=str(base / "model")), tmp_path / "run", report=quiet
+            )
+        assert not (tmp_path / "run").exists()
+
+
 # --- conversion ---------------------------------------------------------------------------------
 
 CONVERT = RunConfig(
