@@ -252,6 +252,21 @@ def replace[T](config: T, **changes: Any) -> T:
     return dataclasses.replace(config, **flat)  # pyright: ignore[reportArgumentType]
 
 
+def parse_setting(text: str) -> tuple[str, Any]:
+    """(NAME, VALUE) of NAME=VALUE, with a JSON value or a bare word for a string.
+
+    Raises:
+        CloverError: no `=`.
+    """
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise CloverError(f"setting is {text!r}: expected NAME=VALUE, such as seed=1")
+    try:
+        return name, msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        return name, value
+
+
 def override[T](config: T, settings: Sequence[str]) -> T:
     """A copy of a config with `A.B=VALUE` settings applied, each a JSON value or a bare word.
 
@@ -262,13 +277,7 @@ def override[T](config: T, settings: Sequence[str]) -> T:
     """
     kind = type(config)
     for text in settings:
-        path, sign, value = text.partition("=")
-        if not sign:
-            raise CloverError(f"setting is {text!r}: expected NAME=VALUE, such as seed=1")
-        try:
-            read = msgspec.json.decode(value)
-        except msgspec.DecodeError:
-            read = value
+        path, read = parse_setting(text)
         fields: Any = msgspec.to_builtins(config)
         *outer, last = path.split(".")
         at = fields

@@ -2,7 +2,7 @@
 
 from clover_jax.checkpoint.adapter import load_adapter, merge_adapter, save_adapter
 from clover_jax.checkpoint.config_map import config_from_hf, config_to_hf
-from clover_jax.checkpoint.converting import ConvertReport, convert
+from clover_jax.checkpoint.converting import ConvertReport, clover_config, convert
 from clover_jax.checkpoint.loading import inspect, load
 from clover_jax.checkpoint.report import LoadReport, Problem
 from clover_jax.checkpoint.saving import SaveReport, save
@@ -12,6 +12,7 @@ __all__ = [
     "LoadReport",
     "Problem",
     "SaveReport",
+    "clover_config",
     "config_from_hf",
     "config_to_hf",
     "convert",

@@ -111,11 +111,7 @@ def convert(
         raise CloverError(f"{source} is a Clover folder already: there is nothing to convert")
     tokenizer = Tokenizer.load(source) if (source / TOKENIZER_FILE).exists() else None
     mask = _mask_id(source, base, tokenizer, mask_token_id)
-    preset = clover_35b_a3b()
-    cfg = base.replace(
-        bd_gdn=preset.bd_gdn, mask_token_id=mask, **{"moe.coreset": preset.moe.coreset}
-    )
-    cfg = _with_settings(cfg, settings or {})
+    cfg = _with_settings(clover_config(base, mask), settings or {})
     used = base.vocab_size if tokenizer is None else tokenizer.vocab_size
     files = MappedFiles()
     old = [
@@ -132,6 +128,14 @@ def convert(
             _add_mask_token(building, mask)
             named = True
     return ConvertReport(target, cfg, named, len(old), len(new), survey.report.ignored)
+
+
+def clover_config(base: ModelConfig, mask_token_id: int) -> ModelConfig:
+    """The config of a Qwen3.6 model with the preset's block operator and coreset added."""
+    preset = clover_35b_a3b()
+    return base.replace(
+        bd_gdn=preset.bd_gdn, mask_token_id=mask_token_id, **{"moe.coreset": preset.moe.coreset}
+    )
 
 
 def _with_settings(cfg: ModelConfig, settings: Mapping[str, Any]) -> ModelConfig:

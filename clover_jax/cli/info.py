@@ -14,7 +14,7 @@ from clover_jax.checkpoint.loading import sum_components
 from clover_jax.checkpoint.report import Component, problem_lines
 from clover_jax.cli.commands import CheckpointConvert, CheckpointExport, CheckpointMerge, Info
 from clover_jax.cli.session import packaged_model
-from clover_jax.config import ModelConfig
+from clover_jax.config import ModelConfig, parse_setting
 from clover_jax.errors import CloverError
 from clover_jax.model.transformer import param_specs
 from clover_jax.params import named_leaves
@@ -51,21 +51,10 @@ def convert(flags: CheckpointConvert) -> int:
         mask_token_id=flags.mask_token_id,
         overwrite=flags.overwrite,
         norms=flags.norms,
-        settings=dict(_setting(text) for text in flags.set),
+        settings=dict(parse_setting(text) for text in flags.set),
     )
     print("\n".join(report.lines()))
     return 0
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    """KEY=VALUE with a JSON value, or a bare word for a string."""
-    key, sign, value = text.partition("=")
-    if not sign:
-        raise CloverError(f"--set is {text!r}: expected KEY=VALUE, such as logits_position=shifted")
-    try:
-        return key, msgspec.json.decode(value)
-    except msgspec.DecodeError:
-        return key, value
 
 
 def merge(flags: CheckpointMerge) -> int:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clover_jax.errors import CloverError
+from clover_jax.model.transformer import CleanInput, NoisyInput
 
 # Frontier noise: share of the blocks that start wholly masked, and how the loss weight falls with
 # the distance from the frontier.
@@ -152,6 +153,18 @@ class Batch(NamedTuple):
     block_follows: Any
     start: Any = None
     block_start: Any = None
+
+
+def streams(batch: Batch) -> tuple[CleanInput, NoisyInput]:
+    """A batch as the inputs of the two-stream forward."""
+    clean = CleanInput(batch.tokens, batch.n_valid, batch.start)
+    return clean, NoisyInput(
+        batch.block_shown,
+        batch.block_masked,
+        batch.block_n_valid,
+        batch.block_index,
+        batch.block_start,
+    )
 
 
 def noise_levels(

@@ -13,13 +13,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from clover_jax.config import ModelConfig
-from clover_jax.diffusion.corrupt import Batch
+from clover_jax.diffusion.corrupt import Batch, streams
 from clover_jax.diffusion.on_policy import follow
 from clover_jax.env import Env
 from clover_jax.model.stack import StackStats
 from clover_jax.model.transformer import (
-    CleanInput,
-    NoisyInput,
     Params,
     align_logits,
     before_blocks,
@@ -99,19 +97,10 @@ def training_loss(
         totals: of the batch that this is a part of (`batch_totals`); None: it is the whole batch.
             Then loss and metrics are this part's summands.
     """
-    noisy = None
-    if loss.diffusion:
-        if loss.follow_above is not None:
-            batch = follow(params, batch, forbidden, threshold=loss.follow_above, cfg=cfg, env=env)
-        noisy = NoisyInput(
-            batch.block_shown,
-            batch.block_masked,
-            batch.block_n_valid,
-            batch.block_index,
-            batch.block_start,
-        )
-    clean = CleanInput(batch.tokens, batch.n_valid, batch.start)
-    out = forward(params, clean, noisy, None, cfg=cfg, env=env)
+    if loss.diffusion and loss.follow_above is not None:
+        batch = follow(params, batch, forbidden, threshold=loss.follow_above, cfg=cfg, env=env)
+    clean, noisy = streams(batch)
+    out = forward(params, clean, noisy if loss.diffusion else None, None, cfg=cfg, env=env)
     entropy = lambda hidden, targets, weight, certainty: cross_entropy(
         params, hidden, targets, weight, forbidden, chunk=loss.chunk, certainty=certainty
     )

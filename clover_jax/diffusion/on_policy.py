@@ -6,11 +6,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from clover_jax.config import ModelConfig
-from clover_jax.diffusion.corrupt import Batch
+from clover_jax.diffusion.corrupt import Batch, streams
 from clover_jax.env import Env
 from clover_jax.model.transformer import (
-    CleanInput,
-    NoisyInput,
     Params,
     align_logits,
     before_blocks,
@@ -44,20 +42,11 @@ def follow(
         env: where and how.
     """
     views = batch.block_index.shape[1] // 2
-    first = lambda a: a[:, :views]
-    index = first(batch.block_index)
-    start = None if batch.block_start is None else first(batch.block_start)
-    noisy = NoisyInput(
-        first(batch.block_shown),
-        first(batch.block_masked),
-        first(batch.block_n_valid),
-        index,
-        start,
-    )
-    clean = CleanInput(batch.tokens, batch.n_valid, batch.start)
+    clean, both_views = streams(batch)
+    noisy = jax.tree.map(lambda a: a[:, :views], both_views)
     params = lax.stop_gradient(params)
     out = forward(params, clean, noisy, None, cfg=cfg, env=env)
-    previous = before_blocks(out.hidden.clean, index, start)
+    previous = before_blocks(out.hidden.clean, noisy.index, noisy.start)
     hidden = align_logits(out.hidden.noisy, previous, cfg.logits_position)
     confidence = lax.map(lambda row: _confidence(params, row, forbidden), hidden)
     confidence = jnp.where(noisy.masked, confidence, -jnp.inf)

@@ -19,6 +19,7 @@ from clover_jax.config import canonical_json
 from clover_jax.data import tasks
 from clover_jax.data.pipeline import DataConfig, TaskBatches
 from clover_jax.data.tokenizer import Tokenizer
+from clover_jax.diffusion.corrupt import streams
 from clover_jax.diffusion.generate import Generator
 from clover_jax.diffusion.loss import as_arrays
 from clover_jax.diffusion.sampling_config import SamplerConfig
@@ -27,7 +28,7 @@ from clover_jax.errors import CloverError
 from clover_jax.eval.held_out import answer
 from clover_jax.eval.replay import reference_blocks, replay
 from clover_jax.files import whole_file
-from clover_jax.model.transformer import CleanInput, NoisyInput, forward
+from clover_jax.model.transformer import forward
 
 MAX_TOKENS = 160  # the longest reference has 108
 THRESHOLD = 0.95
@@ -242,10 +243,7 @@ def _expert_use(generator: Generator, config: CardConfig) -> Any:
     total = np.zeros((cfg.num_layers, cfg.moe.num_experts))
     for i in range(EXPERT_BATCHES):
         b = as_arrays(batches.batch(i))
-        noisy = NoisyInput(
-            b.block_tokens, b.block_masked, b.block_n_valid, b.block_index, b.block_start
-        )
-        clean = CleanInput(b.tokens, b.n_valid, b.start)
+        clean, noisy = streams(b)
         out = run(generator.params, clean, noisy, None, cfg=cfg, env=generator.env)
         total += np.asarray(out.stats.router.assigned).sum(1)
     return (total / total.sum(1, keepdims=True)).tolist()

@@ -16,11 +16,11 @@ import optax
 from jaxtyping import Array, Float
 
 from clover_jax.config import ModelConfig
-from clover_jax.diffusion.corrupt import Batch
+from clover_jax.diffusion.corrupt import Batch, streams
 from clover_jax.env import Env
 from clover_jax.model.norm import normalise
 from clover_jax.model.stack import Groups
-from clover_jax.model.transformer import CleanInput, NoisyInput, Params, forward
+from clover_jax.model.transformer import Params, forward
 
 MEASURED = 8  # batches
 SCALARS = ("bd_softmax_logit_scale", "bd_softmax_history_bias", "bd_softmax_history_c")
@@ -81,14 +81,7 @@ def residual(
 ) -> tuple[Float[Array, ""], Float[Array, "2 layers lengths"]]:
     """Mean residual; and per GDN layer and valid length the sum of residuals and their number."""
     params = with_scalars(params, scalars)
-    noisy = NoisyInput(
-        batch.block_shown,
-        batch.block_masked,
-        batch.block_n_valid,
-        batch.block_index,
-        batch.block_start,
-    )
-    clean = CleanInput(batch.tokens, batch.n_valid, batch.start)
+    clean, noisy = streams(batch)
     out = forward(params, clean, noisy, None, cfg=cfg, env=env, taps=True)
     taps: Any = out.taps
     at = batch.block_index[..., None] + jnp.arange(cfg.block_length, dtype=jnp.int32)[None, None]

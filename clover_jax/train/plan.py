@@ -13,7 +13,7 @@ from clover_jax.diffusion.corrupt import make_batch
 from clover_jax.model import lora
 from clover_jax.model.transformer import param_specs, unstack
 from clover_jax.params import abstract, count, num_bytes
-from clover_jax.presets import PRESETS, clover_35b_a3b
+from clover_jax.presets import PRESETS
 from clover_jax.train.loop import ENV, base_of_preset
 from clover_jax.train.run_config import RunConfig
 from clover_jax.train.step import init_state, train_step
@@ -112,8 +112,5 @@ def _config(run: RunConfig) -> ModelConfig:
     cfg = checkpoint.inspect(Path(run.start)).require_loadable()
     if run.kind == "pretrain" or cfg.bd_gdn is not None:
         return cfg
-    preset = clover_35b_a3b()  # what conversion adds
     mask = cfg.vocab_size - 1 if cfg.mask_token_id is None else cfg.mask_token_id
-    return cfg.replace(
-        bd_gdn=preset.bd_gdn, mask_token_id=mask, **{"moe.coreset": preset.moe.coreset}
-    )
+    return checkpoint.clover_config(cfg, mask)

@@ -117,7 +117,7 @@ def test_wrong_input(clover: Clover, model: Path, stdin: bytes, fragment: str):
         ("checkpoint convert", "SRC"),
         ("checkpoint convert nowhere target", "nowhere"),
         ("checkpoint convert a b c", "c"),
-        ("checkpoint convert a b --set c", "KEY=VALUE"),
+        ("checkpoint convert a b --set c", "NAME=VALUE"),
         ("checkpoint merge a b", "OUT"),
         ("checkpoint merge nowhere b c", "nowhere is not a folder"),
         ("info nowhere", "nowhere"),
