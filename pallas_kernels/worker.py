@@ -9,8 +9,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-_TAIL = 600  # characters of its complaint that are shown
-
 
 class WorkerError(RuntimeError):
     """The program cannot be started, or has ended; the text says why."""
@@ -31,7 +29,7 @@ class Worker:
         """Its answer.
 
         Raises:
-            WorkerError: it ended; the text is the end of what it wrote to standard error.
+            WorkerError: it ended; the text is the exception that ended it.
         """
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended: the missing answer says why
@@ -44,8 +42,16 @@ class Worker:
         if not line:
             self._process.wait()
             self._complaints.seek(0)
-            raise WorkerError(self._complaints.read().strip()[-_TAIL:])
+            raise WorkerError(last_words(self._complaints.read()))
         return json.loads(line)
+
+
+def last_words(complaints: str) -> str:
+    """Of what a program wrote to standard error, the exception that ended it (or its last line)."""
+    lines = complaints.strip().splitlines() or ["it ended without a word"]
+    frames = [i for i, line in enumerate(lines) if line.startswith("  ")]
+    after = lines[frames[-1] + 1 :] if frames else []
+    return "\n".join(after or lines[-1:])
 
 
 def own_environment() -> dict[str, str]:

@@ -10,10 +10,9 @@ from safetensors.flax import save_file
 
 from clover_jax.errors import CloverError
 from clover_jax.verify.trace import Tensors, read_trace
-from pallas_kernels.worker import own_environment
+from pallas_kernels.worker import last_words, own_environment
 
 SCRIPTS = Path(__file__).parent / "oracles"
-_TAIL = 600  # characters of an oracle's complaint that are shown
 
 
 def run_oracle(
@@ -51,5 +50,5 @@ def run_oracle(
                 f"{SCRIPTS / 'README.md'} says how to make that environment"
             ) from None
         if ran.returncode or not answer.exists():
-            raise CloverError(f"the oracle {script} failed: {ran.stderr.strip()[-_TAIL:]}")
+            raise CloverError(f"the oracle {script} failed: {last_words(ran.stderr)}")
         return read_trace(answer)

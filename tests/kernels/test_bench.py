@@ -9,7 +9,7 @@ import pytest
 from pallas_kernels import bench
 from pallas_kernels.aot import _spilled
 from pallas_kernels.spec import specs
-from pallas_kernels.worker import WorkerError, running
+from pallas_kernels.worker import WorkerError, last_words, running
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +70,18 @@ def test_a_worker_that_ends_says_why(tmp_path: Path):
         running(tmp_path / "nowhere", script),
     ):
         raise AssertionError("it runs")
+
+
+@pytest.mark.parametrize(
+    ("complaints", "words"),
+    (
+        ("", "it ended without a word"),
+        ("a warning\nno torch here\n", "no torch here"),
+        ("Traceback:\n  File x\n    f()\nOSError: no\nfile\n", "OSError: no\nfile"),
+    ),
+)
+def test_last_words_are_the_exception(complaints: str, words: str):
+    assert last_words(complaints) == words
 
 
 @pytest.mark.verify

@@ -52,7 +52,7 @@ def test_a_missing_python_is_named(tmp_path: Path):
 def test_a_folder_that_does_not_load_is_explained(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     with (
-        pytest.raises(CloverError, match="--oracle-python: Traceback"),
+        pytest.raises(CloverError, match=r"--oracle-python: OSError: .*; .*README\.md"),
         opened(["hf"], tmp_path, oracle_python=PYTHON, threads=1, capacity=8),
     ):
         raise AssertionError("it was opened")
