@@ -4,9 +4,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from clover_jax.config import ModelConfig
+from clover_jax.env import Env
 from clover_jax.errors import CloverError
 from pallas_kernels.block_attention import KV_TILE
 
@@ -57,9 +59,50 @@ def cache_shapes(cfg: ModelConfig, rows: int, capacity: int) -> DecodeCache:
     )
 
 
-def empty_cache(cfg: ModelConfig, rows: int, capacity: int) -> DecodeCache:
-    """A cache with nothing committed: zero state and ring, as at the start of a text."""
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), cache_shapes(cfg, rows, capacity))
+def empty_cache(
+    cfg: ModelConfig,
+    rows: int,
+    capacity: int,
+    env: Env = Env(),  # noqa: B008
+) -> DecodeCache:
+    """A cache with nothing committed: zero state and ring, as at the start of a text.
+
+    On a mesh each device makes its own part.
+    """
+    shapes = cache_shapes(cfg, rows, capacity)
+    placed = cache_shardings(shapes, env)
+    make = lambda s, at: jnp.zeros(s.shape, s.dtype, device=at)
+    if placed is None:
+        return jax.tree.map(lambda s: make(s, None), shapes)
+    return jax.tree.map(make, shapes, placed)
+
+
+def cache_shardings(shapes: DecodeCache, env: Env) -> Any:
+    """Where each array of such a cache is on the mesh, a `DecodeCache` of shardings; None: no mesh.
+
+    Rows and heads are split; where the mesh splits rows or KV heads no further, the cells are.
+    """
+    if env.mesh is None:
+        return None
+    place = lambda spec: NamedSharding(env.mesh, spec)  # pyright: ignore[reportArgumentType]
+    cells = place(cell_partition(shapes.k.shape, env))
+    at = lambda x, *axes: place(env.partition(axes, x.shape))
+    make: Any = DecodeCache  # of shardings, not arrays
+    return make(
+        k=cells,
+        v=cells,
+        state=at(shapes.state, "group", "layer", "rows", "heads", None, None),
+        ring=at(shapes.ring, "group", "layer", "rows", None, "channels"),
+        hidden=at(shapes.hidden, "rows", None),
+        length=at(shapes.length, "rows"),
+    )
+
+
+def cell_partition(shape: tuple[int, ...], env: Env) -> PartitionSpec:
+    """How cached keys [groups, rows, kv_heads, capacity, channel] are split: by whole KV tiles."""
+    groups, rows, kv_heads, capacity, channel = shape
+    axes = ("group", "rows", "kv_heads", "cells", None)
+    return env.partition(axes, (groups, rows, kv_heads, max(1, capacity // KV_TILE), channel))
 
 
 def check_capacity(cfg: ModelConfig, length: int, new_tokens: int, capacity: int) -> None:

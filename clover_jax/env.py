@@ -1,8 +1,15 @@
 """Where and how a model runs; never what it computes."""
 
 import dataclasses
-from typing import Literal
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
 
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from clover_jax.errors import CloverError
+from clover_jax.sharding import TENSOR, AxisRules, axes_of
 from pallas_kernels.registry import Impl
 
 
@@ -22,6 +29,9 @@ class Env:
         impls: kernel op name -> implementation, for ops that should not use `auto`.
         remat: recompute each layer group in the backward pass.
         boundary_batch: noisy blocks served at once from their boundary states (memory).
+        mesh: the devices, see `sharding.make_mesh`; None: one. Rows are then batched: one program
+            mapped over rows that live on several devices would run on all of them in turn.
+        rules: which dimension each mesh axis splits.
     """
 
     rows: Literal["mapped", "batched"] = "batched"
@@ -30,7 +40,35 @@ class Env:
     impls: tuple[tuple[str, Impl], ...] = ()
     remat: bool = False
     boundary_batch: int = 8
+    mesh: Mesh | None = None
+    rules: AxisRules = TENSOR
+
+    def __post_init__(self) -> None:
+        if self.mesh is not None and self.mesh.size > 1 and self.rows == "mapped":
+            raise CloverError(
+                f"rows is mapped on a mesh of {self.mesh.size} devices: expected batched rows; "
+                "rows that are bit-equal at every batch size need one device"
+            )
 
     def impl(self, op: str) -> Impl:
         """The implementation asked for this op."""
         return dict(self.impls).get(op, "auto")
+
+    def partition(self, axes: Sequence[str | None], sizes: Sequence[int]) -> PartitionSpec:
+        """How the mesh splits an array with these logical axes (`sharding.AxisRules`)."""
+        assert self.mesh is not None
+        return self.rules.partition(axes, sizes, self.mesh)
+
+    def constrain(self, x: Any, *axes: str | None) -> Any:
+        """`x` split over the mesh by its logical axes; as it is without a mesh, or if None."""
+        if self.mesh is None or x is None:
+            return x
+        return lax.with_sharding_constraint(
+            x, NamedSharding(self.mesh, self.partition(axes, x.shape))
+        )
+
+    def ways(self, axis: str, size: int) -> int:
+        """Into how many parts the mesh splits a dimension of this logical axis and size."""
+        if self.mesh is None:
+            return 1
+        return math.prod(self.mesh.shape[m] for m in axes_of(self.partition((axis,), (size,))[0]))

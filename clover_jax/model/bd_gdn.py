@@ -13,7 +13,6 @@ For rows t = 0 .. n-1 of a block, per value head h (key head h // group):
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from clover_jax.config import BDGDNConfig, ModelConfig
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
+from clover_jax.model import on_mesh
 from clover_jax.model.deltanet import (
     CleanStream,
     GDNInputs,
@@ -33,8 +33,9 @@ from clover_jax.model.deltanet import (
     ring_before,
     split_heads,
 )
-from pallas_kernels.gated_delta import boundary_state, gated_delta
+from pallas_kernels.gated_delta import boundary_state, contract, gated_delta
 from pallas_kernels.state_fusion import Switches, block_conv, state_fusion
+from pallas_kernels.state_fusion.contract import AXES, OUT_AXES, by_shard
 
 
 def block_gdn(
@@ -83,7 +84,13 @@ def block_gdn(
 
         def at_boundary(args: tuple) -> tuple[Array, Array]:
             inputs, valid, empty, index, before = args
-            state = boundary_state(source.trace, index)
+            state = on_mesh.over_mesh(
+                env,
+                boundary_state,
+                (source.trace, index),
+                (contract.TRACE_AXES, ("rows",)),
+                contract.COMMIT_OUT_AXES,
+            )
             if before is not None:  # where a sample begins, that state is the last one's
                 state = jnp.where(empty[:, None, None, None], 0.0, state)
             ring = ring_before(source.window, index, p.conv1d.shape[0] - 1, before)
@@ -109,11 +116,17 @@ def _one_block(
     switches = cfg.bd_gdn
     assert switches is not None
     if switches.operator not in ("causal", "two_direction"):
-        return state_fusion(
-            prefix.ring,
-            inputs.qkv,
-            p.conv1d,
-            _right_taps(p, switches),
+        # A device's part of the channels must be q | k | v of its heads.
+        ways, key = env.ways("heads", cfg.delta.num_key_heads), cfg.delta.num_key_heads
+        deal = lambda x: x
+        if ways > 1:
+            deal = lambda x: by_shard(x, ways, key_channels=key * cfg.delta.key_head_dim)
+        right = _right_taps(p, switches)
+        args = (
+            deal(prefix.ring),
+            deal(inputs.qkv),
+            deal(p.conv1d),
+            None if right is None else deal(right),
             prefix.state,
             inputs.g,
             inputs.beta,
@@ -122,13 +135,19 @@ def _one_block(
             p.bd_softmax_history_c,
             valid,
             empty,
-            key_heads=cfg.delta.num_key_heads,
+        )
+        run = functools.partial(
+            state_fusion,
+            key_heads=key // ways,
             switches=Switches(*(getattr(switches, name) for name in Switches._fields)),
             impl=env.impl("state_fusion"),
         )
+        return on_mesh.over_mesh(env, run, args, tuple(AXES.values()), OUT_AXES)
     q, k, v = split_heads(mixed_block(p, prefix.ring, inputs.qkv, switches), cfg)
     q = q * jnp.float32(cfg.delta.key_head_dim**-0.5)
-    run: Any = functools.partial(gated_delta, chunk=cfg.delta.chunk, impl=env.impl("gated_delta"))
+    op = functools.partial(gated_delta, chunk=cfg.delta.chunk, impl=env.impl("gated_delta"))
+    axes = contract.AXES[:6]
+    run = lambda *args: on_mesh.over_mesh(env, op, args, axes, contract.OUT_AXES)
     rows = (q, k, v, inputs.g, inputs.beta)
     o, _ = run(*rows, prefix.state)
     if switches.operator == "two_direction":

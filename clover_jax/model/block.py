@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from clover_jax.cache import DecodeCache
 from clover_jax.config import ModelConfig
 from clover_jax.env import Env
+from clover_jax.model import on_mesh
 from clover_jax.model.attention import (
     AttentionParams,
     attention_inputs,
@@ -27,7 +28,7 @@ from clover_jax.model.deltanet import GDNParams, PrefixState, causal_gdn, gdn_sp
 from clover_jax.model.moe import MoEParams, RouterStats, moe, moe_specs
 from clover_jax.model.norm import rms_norm
 from clover_jax.params import ParamSpec, zeros
-from pallas_kernels.block_attention import KV_TILE, BlockKV, block_attention
+from pallas_kernels.block_attention import KV_TILE, BlockKV
 
 
 @struct.dataclass
@@ -185,17 +186,20 @@ def full_layer(
 ) -> tuple[Streams, DecodeCache | None, LayerStats]:
     """As `linear_layer`, with gated attention as the mixer."""
     clean, noisy = streams
-    attend = lambda q, limit, own, first: block_attention(
-        q,
-        k_cells,
-        v_cells,
-        group,
-        limit,
-        own,
-        first,
-        scale=cfg.attention.head_dim**-0.5,
-        differentiable=cache is None,
-        impl=env.impl("block_attention"),
+    attend = lambda q, limit, own, first: env.constrain(
+        on_mesh.attention(
+            q,
+            k_cells,
+            v_cells,
+            group,
+            limit,
+            own,
+            first,
+            scale=cfg.attention.head_dim**-0.5,
+            differentiable=cache is None,
+            env=env,
+        ),
+        *("rows", None, "heads", None),
     )
     if cache is not None:
         k_cells, v_cells, group = cache.k, cache.v, at.group
@@ -207,7 +211,7 @@ def full_layer(
         if cache is None:
             k_cells, v_cells, group = _as_cells(k), _as_cells(v), 0
         else:
-            cache = _write_cells(cache, k, v, lay, at.group)
+            cache = _write_cells(cache, k, v, lay, at.group, env)
             k_cells, v_cells = cache.k, cache.v
         step = jnp.arange(1, clean.shape[1] + 1, dtype=jnp.int32)[None]
         limit = jnp.where(lay.valid, lay.start[:, None] + step, 0)
@@ -261,7 +265,7 @@ def _mlp(
         cfg=cfg,
         env=env,
     )
-    x = x + y
+    x = env.constrain(x + y, "rows", None, None)
     time = 0 if clean is None else clean.shape[1]
     return Streams(
         None if clean is None else x[:, :time],
@@ -309,16 +313,10 @@ def _place(a: Array, at: LayerIndex) -> tuple[Any, ...]:
 
 
 def _write_cells(
-    cache: DecodeCache, k: Array, v: Array, lay: CleanLayout, group: Any
+    cache: DecodeCache, k: Array, v: Array, lay: CleanLayout, group: Any, env: Env
 ) -> DecodeCache:
-    """Keys and values of valid rows into their cells; pads and overflow are dropped."""
-    cell = lay.start[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
-    cell = jnp.where(lay.valid, cell, cache.capacity)
-    row = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
-    return cache._replace(
-        k=cache.k.at[group, row, :, cell].set(k, mode="drop"),
-        v=cache.v.at[group, row, :, cell].set(v, mode="drop"),
-    )
+    write = lambda cells, new: on_mesh.write_cells(cells, new, lay.start, lay.valid, group, env)
+    return cache._replace(k=write(cache.k, k), v=write(cache.v, v))
 
 
 def _as_cells(x: Float[Array, "rows time kv_heads channel"]) -> Array:

@@ -1,5 +1,6 @@
 """Gated DeltaNet, the causal path (qwen36: in_proj -> conv -> SiLU -> delta rule -> gated norm)."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clover_jax.config import ModelConfig
 from clover_jax.env import Env
+from clover_jax.model import on_mesh
 from clover_jax.model.norm import gated_rms_norm, l2_norm, over_last_axis
 from clover_jax.params import (
     ParamSpec,
@@ -18,7 +20,7 @@ from clover_jax.params import (
     ones,
     zeros,
 )
-from pallas_kernels.gated_delta import DeltaTrace, gated_delta, gated_delta_trace
+from pallas_kernels.gated_delta import DeltaTrace, contract, gated_delta, gated_delta_trace
 
 
 @struct.dataclass
@@ -188,13 +190,14 @@ def causal_gdn(
     n_valid = jnp.sum(valid, axis=1, dtype=jnp.int32)
     begins = None if position is None else position == 0
     args = (q, k, v, inputs.g, inputs.beta, prefix.state, n_valid, begins)
-    static: Any = {"chunk": cfg.delta.chunk, "impl": env.impl("gated_delta")}
-    stream = None
-    if boundaries:
-        o, state, trace = gated_delta_trace(*args, **static)
-        stream = CleanStream(trace, window)
-    else:
-        o, state = gated_delta(*args, **static)
+    op, out_axes = (
+        (gated_delta_trace, contract.TRACE_OUT_AXES)
+        if boundaries
+        else (gated_delta, contract.OUT_AXES)
+    )
+    run = functools.partial(op, chunk=cfg.delta.chunk, impl=env.impl("gated_delta"))
+    o, state, *trace = on_mesh.over_mesh(env, run, args, contract.AXES, out_axes)
+    stream = CleanStream(trace[0], window) if boundaries else None
     ring = ring_before(window, n_valid, p.conv1d.shape[0] - 1)
     return gdn_output(p, o, inputs.z, cfg), o, PrefixState(state, ring), stream
 

@@ -5,6 +5,7 @@ paths differ in speed only: `gather` and `grouped` are the kernel op `expert_glu
 experts that were chosen; `ragged` and `dense`, written out here, are what it is compared with.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clover_jax.config import ModelConfig
 from clover_jax.env import Env
+from clover_jax.model import on_mesh
 from clover_jax.model.coreset import coreset
 from clover_jax.params import ParamSpec, normal
 from pallas_kernels.grouped_matmul import expert_glu
@@ -201,22 +203,33 @@ def expert_mlp(
     env: Env,
 ) -> Float[Array, "rows time width"]:
     """sum over a position's experts of weight · down(silu(gate x) · up x), in x's dtype."""
+    run = functools.partial(_local_experts, cfg=cfg, env=env)
+    return on_mesh.experts(run, x, *routing, valid, p.gate_up_proj, p.down_proj, env=env)
+
+
+def _local_experts(
+    x: Array, expert: Array, weight: Array, valid: Array, w_in: Array, w_out: Array,
+    *, cfg: ModelConfig, env: Env,
+) -> Array:  # fmt: skip
+    """What these experts add; ids outside of them are another device's."""
     rows, time, width = x.shape
     path = env.moe_path
     if path == "auto":
         path = "gather" if time == 1 else "grouped"
     flat = x.reshape(rows * time, width)
-    expert, weight = (a.reshape(rows * time, -1) for a in routing)
+    expert, weight = (a.reshape(rows * time, -1) for a in (expert, weight))
     if path in ("gather", "grouped"):
         y = expert_glu(
-            flat, expert, weight, valid.reshape(-1), p.gate_up_proj, p.down_proj,
+            flat, expert, weight, valid.reshape(-1), w_in, w_out,
             tile=1 if path == "gather" else _tile(time, cfg, env), impl=env.impl("expert_glu"),
         )  # fmt: skip
         return y.reshape(x.shape)
-    each = _PATHS[path](p, flat, expert)
+    here = (expert >= 0) & (expert < w_in.shape[0])
+    each = _PATHS[path](ExpertParams(w_in, w_out), flat, expert, here)
     total = jnp.zeros((rows * time, width), jnp.float32)
     for j in range(cfg.moe.top_k):  # ascending expert id
-        total = total + weight[:, j, None] * each[:, j].astype(jnp.float32)
+        part = weight[:, j, None] * each[:, j].astype(jnp.float32)
+        total = total + jnp.where(here[:, j, None], part, 0.0)
     return jnp.where(valid[..., None], total.reshape(x.shape), 0.0).astype(x.dtype)
 
 
@@ -233,18 +246,21 @@ def _glu(gate_up: Array) -> Array:
     return jax.nn.silu(gate) * up
 
 
-def _ragged(p: ExpertParams, x: Array, expert: Array) -> Float[Array, "n k width"]:
-    """`lax.ragged_dot`: native on TPU, every expert on CPU and CUDA."""
+def _ragged(p: ExpertParams, x: Array, expert: Array, here: Array) -> Float[Array, "n k width"]:
+    """`lax.ragged_dot`: native on TPU, every expert on CPU and CUDA. Rows not `here` go last."""
     n, k = expert.shape
-    order = jnp.argsort(expert.reshape(-1), stable=True)
-    sizes = jnp.bincount(expert.reshape(-1), length=p.gate_up_proj.shape[0]).astype(jnp.int32)
+    num = p.gate_up_proj.shape[0]
+    group = jnp.where(here, expert, num).reshape(-1)
+    order = jnp.argsort(group, stable=True)
+    sizes = jnp.bincount(group, length=num).astype(jnp.int32)
     h = _glu(lax.ragged_dot(x[order // k], p.gate_up_proj, sizes))
     y = lax.ragged_dot(h, p.down_proj, sizes)
     return jnp.zeros_like(y).at[order].set(y).reshape(n, k, -1)
 
 
-def _dense(p: ExpertParams, x: Array, expert: Array) -> Float[Array, "n k width"]:
+def _dense(p: ExpertParams, x: Array, expert: Array, here: Array) -> Float[Array, "n k width"]:
     """Every expert on every row, then a choice: the plain form the others are tested against."""
+    expert = jnp.where(here, expert, 0)
     y = jnp.einsum("nef,efd->ned", _glu(jnp.einsum("nd,edf->nef", x, p.gate_up_proj)), p.down_proj)
     return jnp.take_along_axis(y, expert[..., None], axis=1)
 

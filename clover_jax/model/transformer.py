@@ -185,7 +185,7 @@ def forward(
     x_clean, x_noisy, lay_clean, lay_noisy = None, None, None, None
     if clean is not None:
         at = jnp.arange(clean.tokens.shape[1], dtype=jnp.int32)[None]
-        x_clean = params.embed_tokens[clean.tokens]
+        x_clean = env.constrain(params.embed_tokens[clean.tokens], "rows", None, None)
         position = start[:, None] + at if clean.start is None else at - clean.start
         valid = at < clean.n_valid[:, None]
         lay_clean = CleanLayout(start, valid, rope(position), clean.start)
@@ -193,7 +193,8 @@ def forward(
         if cfg.mask_token_id is None:
             raise CloverError("config mask_token_id is null: this model cannot preview a block")
         at = jnp.arange(noisy.tokens.shape[2], dtype=jnp.int32)[None, None]
-        x_noisy = params.embed_tokens[jnp.where(noisy.masked, cfg.mask_token_id, noisy.tokens)]
+        shown = jnp.where(noisy.masked, cfg.mask_token_id, noisy.tokens)
+        x_noisy = env.constrain(params.embed_tokens[shown], "rows", None, None, None)
         if noisy.index is not None:
             before = start[:, None] + noisy.index
             if noisy.start is not None:

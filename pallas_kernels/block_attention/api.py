@@ -20,10 +20,12 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.block_attention import xla
 from pallas_kernels.block_attention.contract import KV_TILE, check
+from pallas_kernels.block_attention.math import Part
 from pallas_kernels.registry import Impl, call
 
-__all__ = ["KV_TILE", "BlockKV", "block_attention"]
+__all__ = ["KV_TILE", "BlockKV", "attention_part", "block_attention"]
 
 
 class BlockKV(NamedTuple):
@@ -83,4 +85,34 @@ def block_attention(
         first,
         scale=scale,
         differentiable=differentiable,
+    )
+
+
+def attention_part(
+    q: Float[Array, "rows queries heads channel"],
+    k: Float[Array, "groups rows kv_heads capacity channel"],
+    v: Float[Array, "groups rows kv_heads capacity channel"],
+    group: int | Int[Array, ""],
+    limit: Int[Array, "rows queries"],
+    own: BlockKV | None,
+    first: Int[Array, "rows queries"] | None = None,
+    *,
+    scale: float,
+    differentiable: bool,
+) -> Part:
+    """`block_attention` before the division: what a device that holds a part of the cells computes.
+
+    Parts over disjoint keys are merged as `math.merge` does; `unfold(finish(part), queries)` is the
+    attention output. The arguments are those of `block_attention`, with cells and limits counted
+    from the part's first cell. It has the xla form only.
+
+    Returns:
+        Arrays [rows, kv_heads, m, ...] of folded queries (`math.fold`), float32.
+
+    Raises:
+        ValueError: as `block_attention`.
+    """
+    check(q, k, v, own)
+    return xla.attention_part(
+        q, k, v, group, limit, own, first, scale=scale, differentiable=differentiable
     )

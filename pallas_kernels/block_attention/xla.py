@@ -23,7 +23,26 @@ def block_attention(
     differentiable: bool,
 ) -> Array:
     """See `api.block_attention`."""
-    rows, queries, heads, channel = q.shape
+    part = attention_part(
+        q, k, v, group, limit, own, first, scale=scale, differentiable=differentiable
+    )
+    return unfold(finish(part), q.shape[1]).astype(q.dtype)
+
+
+def attention_part(
+    q: Array,
+    k: Array,
+    v: Array,
+    group: Any,
+    limit: Array,
+    own: Any,
+    first: Array | None,
+    *,
+    scale: float,
+    differentiable: bool,
+) -> Part:
+    """See `api.attention_part`."""
+    rows, _, heads, channel = q.shape
     kv_heads, capacity = k.shape[2:4]
     folded = fold(q.astype(jnp.float32), kv_heads)
     per_head = lambda a: jnp.repeat(a, heads // kv_heads, axis=1)[..., None]  # [rows, m, 1]
@@ -54,7 +73,7 @@ def block_attention(
     else:
         used_tiles = jnp.minimum((jnp.max(limit) + (tile - 1)) // tile, tiles)
         part = lax.fori_loop(0, used_tiles, add_tile, part)
-    return unfold(finish(part), queries).astype(q.dtype)
+    return part
 
 
 def own_part(folded: Array, own: Any, scale: float) -> Part:

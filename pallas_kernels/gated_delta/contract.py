@@ -1,6 +1,6 @@
 """What the types of `api` cannot say: dtypes, sizes that must divide, and logical axes."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -24,15 +24,14 @@ class DeltaTrace(NamedTuple):
     g: Float[Array, "rows chunks chunk value_heads"]  # -inf where a sample begins
 
 
-TRACE_OUT_AXES = (
-    *OUT_AXES,
-    (  # in the order of DeltaTrace
-        ("rows", None, "heads", None, None),
-        ("rows", None, None, "heads", None),
-        ("rows", None, None, "heads", None),
-        ("rows", None, None, "heads"),
-    ),
+_make: Any = DeltaTrace  # of axes, not arrays
+TRACE_AXES = _make(
+    before=("rows", None, "heads", None, None),
+    k=("rows", None, None, "heads", None),
+    v_new=("rows", None, None, "heads", None),
+    g=("rows", None, None, "heads"),
 )
+TRACE_OUT_AXES = (*OUT_AXES, TRACE_AXES)
 
 
 def check(chunk: int, length: Array | None, **arrays: Array) -> None:
