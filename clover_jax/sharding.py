@@ -79,15 +79,15 @@ class AxisRules:
         table, used, entries = dict(self.table), set[str](), []
         for axis, size in zip(axes, sizes, strict=True):
             taken: list[str] = []
-            wide = [m for m in (() if axis is None else table[axis]) if mesh.shape[m] > 1]
-            for name in wide:
-                ways = math.prod(mesh.shape[m] for m in (*taken, name))
-                if name not in used and size % ways == 0:
+            rule = () if axis is None else table[axis]
+            free = [m for m in rule if mesh.shape[m] > 1 and m not in used]
+            for name in free:
+                if size % math.prod(mesh.shape[m] for m in (*taken, name)) == 0:
                     taken.append(name)
-            if wide and not taken and axis not in self.whole:
+            if free and not taken and axis not in self.whole:
                 raise CloverError(
-                    f"axis {axis} of size {size} does not divide over {mesh.shape[wide[0]]} "
-                    f"devices of mesh axis {wide[0]}: choose a mesh that divides it"
+                    f"axis {axis} of size {size} does not divide over {mesh.shape[free[0]]} "
+                    f"devices of mesh axis {free[0]}: choose a mesh that divides it"
                 )
             used |= set(taken)
             entries.append(_entry(tuple(taken)))
