@@ -1,11 +1,14 @@
 """Where a training state's and a batch's arrays live on a mesh."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from clover_jax.config import ModelConfig
@@ -74,6 +77,21 @@ def put(x: Any, sharding: NamedSharding) -> Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
+def replicate(tree: Any, env: Env) -> Any:
+    """Host values on every device; without a mesh, on the default one."""
+    if env.mesh is None:
+        return jax.tree.map(jax.numpy.asarray, tree)
+    everywhere = NamedSharding(env.mesh, PartitionSpec())
+    return jax.tree.map(lambda a: put(a, everywhere), tree)
+
+
+def to_host(tree: Any, env: Env) -> Any:
+    """The values of small arrays, on every process that holds a part of them."""
+    if env.mesh is not None and not all(a.is_fully_addressable for a in jax.tree.leaves(tree)):
+        tree = jax.jit(lambda t: t, out_shardings=NamedSharding(env.mesh, PartitionSpec()))(tree)
+    return jax.device_get(tree)
+
+
 def initialised(cfg: ModelConfig, key: Array, env: Env) -> Any:
     """Start values; on a mesh each device computes its own part and no other."""
     specs = param_specs(cfg)
@@ -83,11 +101,17 @@ def initialised(cfg: ModelConfig, key: Array, env: Env) -> Any:
     return jax.jit(lambda key: initialise(specs, key), out_shardings=at)(key)
 
 
+@contextlib.contextmanager
+def first_process_first() -> Iterator[bool]:
+    """Whether this is the job's first process; the others go on when it has done the block."""
+    yield jax.process_index() == 0
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("the first process is done")
+
+
 def on_host(x: Any) -> np.ndarray:
     """The whole array in this process's memory. Every process must ask for it."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        from jax.experimental import multihost_utils
-
         return multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
 
