@@ -32,7 +32,7 @@ from clover_jax.checkpoint.report import SHOWN
 from clover_jax.checkpoint.safetensors_io import INDEX_FILE, SINGLE_FILE
 from clover_jax.config import ModelConfig
 from clover_jax.errors import CloverError
-from clover_jax.model.placement import first_process_first, on_host
+from clover_jax.model.placement import first_process_first, is_here, on_host
 from clover_jax.model.stack import Groups
 from clover_jax.model.transformer import Params, param_specs
 from clover_jax.params import named_leaves
@@ -124,8 +124,9 @@ def save(
         for part in (per_expert(piece) if routed(piece) else [piece])
     ]
     folder = Path(folder)
-    with first_process_first() as first:
-        if first:
+    shared = any(not is_here(leaf) for leaf in leaves.values())
+    with first_process_first() if shared else contextlib.nullcontext(True) as writes:
+        if writes:
             with new_folder(folder, overwrite=overwrite) as building:
                 files = write_weights(building, entries, max_shard_bytes)
                 write_json(building / CONFIG_FILE, config_to_hf(cfg))
@@ -273,8 +274,6 @@ def check_leaves(specs: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
         leaf, shape = leaves[path], specs[path].shape
         if tuple(leaf.shape) != shape:
             found.append(f"{path} is {list(leaf.shape)}, expected {list(shape)}")
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            found.append(f"{path} is spread over several hosts: gather it first")
     if found:
         more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         what = "; ".join(sorted(found)[:SHOWN]) + more

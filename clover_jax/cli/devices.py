@@ -42,6 +42,8 @@ def joined(flags: Any) -> Iterator[None]:
             "num_processes": int(job[2]),
             "process_id": int(job[3]),
         }
+    # Gloo, which connects processes on CPU, tells collectives apart by their order alone.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     try:
         jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS, **options)
     except (ValueError, RuntimeError) as error:

@@ -71,7 +71,7 @@ def put(x: Any, sharding: NamedSharding) -> Array:
     """An array on a mesh whose devices may belong to several processes, all of which have it."""
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    if not is_here(x):
         return x if x.sharding == sharding else jax.jit(lambda a: a, out_shardings=sharding)(x)
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
@@ -87,7 +87,7 @@ def replicate(tree: Any, env: Env) -> Any:
 
 def to_host(tree: Any, env: Env) -> Any:
     """The values of small arrays, on every process that holds a part of them."""
-    if env.mesh is not None and not all(a.is_fully_addressable for a in jax.tree.leaves(tree)):
+    if env.mesh is not None and not all(map(is_here, jax.tree.leaves(tree))):
         tree = jax.jit(lambda t: t, out_shardings=NamedSharding(env.mesh, PartitionSpec()))(tree)
     return jax.device_get(tree)
 
@@ -109,9 +109,14 @@ def first_process_first() -> Iterator[bool]:
         multihost_utils.sync_global_devices("the first process is done")
 
 
+def is_here(x: Any) -> bool:
+    """Whether this process holds all of an array's parts."""
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
 def on_host(x: Any) -> np.ndarray:
     """The whole array in this process's memory. Every process must ask for it."""
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    if not is_here(x):
         return multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
 
