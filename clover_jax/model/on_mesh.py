@@ -137,8 +137,12 @@ def write_cells(
         if by_cell:
             cell = cell - lax.axis_index(by_cell) * capacity
         cell = jnp.where(valid & (cell >= 0), cell, capacity)
-        row = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None]
-        return cells.at[group, row, :, cell].set(new, mode="drop")
+        # Every axis but the channels is an index: a scatter of all heads' channels at once makes the
+        # TPU's compiler prefer another layout and copy the whole cache there and back.
+        row = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None, None]
+        head = jnp.arange(new.shape[2], dtype=jnp.int32)[None, :, None]
+        new = jnp.moveaxis(new, 2, 1)
+        return cells.at[group, row, head, cell[:, None]].set(new, mode="drop")
 
     if env.mesh is None:
         by_cell = ()
