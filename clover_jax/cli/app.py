@@ -72,6 +72,10 @@ def _run(argv: list[str]) -> int:
             from clover_jax.cli.info import info
 
             return info(command)
+        case commands.Plan():
+            from clover_jax.cli.plan import plan
+
+            return plan(command)
         case commands.Verify():
             from clover_jax.cli.verify import verify
 
