@@ -28,7 +28,7 @@ class AxisRules:
 
     Attributes:
         table: hashable, as pairs.
-        whole: axes that stay whole where the mesh does not divide them: a batch of one row, two KV
+        whole: axes that stay whole where no mesh axis divides them: a batch of one row, two KV
             heads on eight devices (their cells are split then), a short cache. Others raise.
     """
 
@@ -72,23 +72,23 @@ class AxisRules:
         """The partition of an array with these logical axes and sizes on a mesh.
 
         Raises:
-            CloverError: a logical axis without a rule, or a size that its mesh axes do not divide.
+            CloverError: a logical axis without a rule, or a size that none of its mesh axes
+                divides.
         """
         self._known(tuple(axes))
         table, used, entries = dict(self.table), set[str](), []
         for axis, size in zip(axes, sizes, strict=True):
             taken: list[str] = []
-            for name in () if axis is None else table[axis]:
-                ways = math.prod(mesh.shape[m] for m in (*taken, name))
-                if name in used or mesh.shape[name] == 1:
-                    continue
-                if size % ways == 0:
+            rule = () if axis is None else table[axis]
+            free = [m for m in rule if mesh.shape[m] > 1 and m not in used]
+            for name in free:
+                if size % math.prod(mesh.shape[m] for m in (*taken, name)) == 0:
                     taken.append(name)
-                elif axis not in self.whole:
-                    raise CloverError(
-                        f"axis {axis} of size {size} does not divide over {ways} devices of mesh "
-                        f"axis {name}: choose a mesh that divides it"
-                    )
+            if free and not taken and axis not in self.whole:
+                raise CloverError(
+                    f"axis {axis} of size {size} does not divide over {mesh.shape[free[0]]} "
+                    f"devices of mesh axis {free[0]}: choose a mesh that divides it"
+                )
             used |= set(taken)
             entries.append(_entry(tuple(taken)))
         return PartitionSpec(*entries)

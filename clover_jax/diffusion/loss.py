@@ -102,7 +102,7 @@ def training_loss(
     clean, noisy = streams(batch)
     out = forward(params, clean, noisy if loss.diffusion else None, None, cfg=cfg, env=env)
     entropy = lambda hidden, targets, weight, certainty: cross_entropy(
-        params, hidden, targets, weight, forbidden, chunk=loss.chunk, certainty=certainty
+        params, hidden, targets, weight, forbidden, chunk=loss.chunk, certainty=certainty, env=env
     )
     ar = entropy(out.hidden.clean[:, :-1], batch.tokens[:, 1:], batch.target_weight[:, 1:], False)
     share = jnp.float32(1 if totals is None else 1 / totals.parts)
@@ -160,35 +160,42 @@ def block_weight(batch: Batch, loss: LossConfig) -> Float[Array, "*rows blocks b
 
 def cross_entropy(
     params: Params,
-    hidden: Float[Array, "*rows width"],
-    targets: Int[Array, "*rows"],
-    weight: Float[Array, "*rows"],
+    hidden: Float[Array, "rows *time width"],
+    targets: Int[Array, "rows *time"],
+    weight: Float[Array, "rows *time"],
     forbidden: Bool[Array, " vocab"],
     *,
     chunk: int,
+    env: Env,
     certainty: bool = False,
 ) -> CrossEntropy:
-    """Weighted cross entropy, `chunk` rows of logits at a time, recomputed in the backward pass.
+    """Weighted cross entropy, `chunk` positions at a time, recomputed in the backward pass.
 
-    With `certainty` also the weighted entropy of the positions whose best token is the target.
+    With `certainty` also the weighted entropy of the positions whose best token is the target. On a
+    mesh each part of the rows has chunks of its own, so no device sees another's.
     """
-    width = hidden.shape[-1]
-    hidden, targets, weight = hidden.reshape(-1, width), targets.reshape(-1), weight.reshape(-1)
-    extra = -targets.shape[0] % chunk if targets.shape[0] > chunk else 0
-    hidden = jnp.pad(hidden, ((0, extra), (0, 0)))
-    targets, weight = jnp.pad(targets, (0, extra)), jnp.pad(weight, (0, extra))
+    ways = env.ways("rows", hidden.shape[0])
+    n = targets.size // ways
+    size = min(chunk, n)
+    pads = ((0, 0), (0, -n % size))
+
+    def chunked(x: Array, *inner: int) -> Array:  # [chunks, ways, size, ...]
+        x = jnp.pad(x.reshape(ways, n, *inner), (*pads, *((0, 0) for _ in inner)))
+        x = jnp.moveaxis(x.reshape(ways, -1, size, *inner), 1, 0)
+        return env.constrain(x, None, "rows", None, *(None for _ in inner))
 
     @jax.checkpoint
     def part(args: tuple[Array, Array, Array]) -> CrossEntropy:
         hidden, targets, weight = args
-        logits = jnp.where(forbidden[None], -jnp.inf, unembed(params, hidden))
-        own = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+        out = forbidden[None, None]
+        logits = jnp.where(out, -jnp.inf, unembed(params, hidden))
+        own = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         total = jax.nn.logsumexp(logits, axis=-1)
         loss = jnp.where(weight > 0, total - own, 0.0)
         correct = (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
         entropy = jnp.zeros_like(loss)
         if certainty:
-            finite = jnp.where(forbidden[None], 0.0, logits)
+            finite = jnp.where(out, 0.0, logits)
             entropy = total - jnp.sum(jax.nn.softmax(logits, axis=-1) * finite, axis=-1)
         return CrossEntropy(
             jnp.sum(weight * loss),
@@ -197,9 +204,8 @@ def cross_entropy(
             jnp.sum(weight * correct * entropy),
         )
 
-    size = min(chunk, targets.shape[0])
-    chunked = (hidden.reshape(-1, size, width), targets.reshape(-1, size), weight.reshape(-1, size))
-    return jax.tree.map(jnp.sum, lax.map(part, chunked))
+    parts = (chunked(hidden, hidden.shape[-1]), chunked(targets), chunked(weight))
+    return jax.tree.map(jnp.sum, lax.map(part, parts))
 
 
 def router_losses(stats: StackStats, cfg: ModelConfig) -> tuple[Float[Array, ""], Float[Array, ""]]:

@@ -48,7 +48,9 @@ def follow(
     out = forward(params, clean, noisy, None, cfg=cfg, env=env)
     previous = before_blocks(out.hidden.clean, noisy.index, noisy.start)
     hidden = align_logits(out.hidden.noisy, previous, cfg.logits_position)
-    confidence = lax.map(lambda row: _confidence(params, row, forbidden), hidden)
+    # Block by block, so that not all logits exist at once; rows stay where they are on a mesh.
+    by_block = lax.map(lambda h: _confidence(params, h, forbidden), jnp.moveaxis(hidden, 1, 0))
+    confidence = jnp.moveaxis(by_block, 0, 1)
     confidence = jnp.where(noisy.masked, confidence, -jnp.inf)
     surest = jnp.arange(cfg.block_length)[None, None] == jnp.argmax(
         confidence, axis=-1, keepdims=True
@@ -62,7 +64,7 @@ def follow(
 
 
 def _confidence(
-    params: Params, hidden: Float[Array, "blocks block width"], forbidden: Bool[Array, " vocab"]
-) -> Float[Array, "blocks block"]:
+    params: Params, hidden: Float[Array, "rows block width"], forbidden: Bool[Array, " vocab"]
+) -> Float[Array, "rows block"]:
     logits = jnp.where(forbidden[None, None], -jnp.inf, unembed(params, hidden))
     return jnp.exp(jnp.max(logits, axis=-1) - jax.nn.logsumexp(logits, axis=-1))

@@ -78,12 +78,8 @@ def moe_specs(cfg: ModelConfig) -> MoEParams:
     return MoEParams(
         gate=ParamSpec((d, m.num_experts), ("embed", None), w, jnp.float32),
         experts=ExpertParams(
-            gate_up_proj=spec(
-                (m.num_experts, d, 2 * m.intermediate), ("experts", "embed", "expert_width")
-            ),
-            down_proj=spec(
-                (m.num_experts, m.intermediate, d), ("experts", "expert_width", "embed")
-            ),
+            gate_up_proj=spec((m.num_experts, d, 2 * m.intermediate), ("experts", "embed", None)),
+            down_proj=spec((m.num_experts, m.intermediate, d), ("experts", None, "embed")),
         ),
         shared_expert=SharedExpertParams(
             gate_proj=into,

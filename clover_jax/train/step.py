@@ -21,6 +21,7 @@ from clover_jax.env import Env
 from clover_jax.errors import CloverError
 from clover_jax.model.leaves import choose, known_kinds, leaf_kind, matrix_axes
 from clover_jax.model.lora import Adapter, LoRAConfig, merge
+from clover_jax.model.placement import constrain_state
 from clover_jax.model.transformer import Params, param_specs
 from clover_jax.params import named_leaves, path_name
 
@@ -224,9 +225,8 @@ def train_step(
         updates = _held_back(updates, state.step, optimiser)
         params: Any = optax.apply_updates(state.params, updates)  # pyright: ignore[reportArgumentType]
         metrics["gradient_norm"] = optax.tree.norm(grads)
-    return TrainState(
-        params, inner, state.step + 1, _averaged(state.ema, params, optimiser)
-    ), metrics
+    new = TrainState(params, inner, state.step + 1, _averaged(state.ema, params, optimiser))
+    return constrain_state(new, cfg, env), metrics
 
 
 def _split_rows(batch: Batch, parts: int) -> Any:

@@ -1,8 +1,8 @@
 """What `expert_glu` asks of its arguments beyond their types, and how they may be sharded.
 
 On a mesh each device runs the op on its rows and its experts: it passes `expert - first` (ids of
-other devices' experts fall outside and add nothing) and the results are summed over the mesh axis
-of "experts".
+other devices' experts fall outside and add nothing) and the results are summed over the mesh axes
+of "experts". Rows that such an axis splits are gathered over it before.
 """
 
 import jax.numpy as jnp

@@ -44,7 +44,7 @@ def head(lm_head) -> Params:
 
 def entropy(hidden=HIDDEN, targets=TARGETS, weight=WEIGHT, *, chunk=4, lm_head=HEAD):
     args = map(jnp.asarray, (hidden, targets, weight, FORBIDDEN))
-    return cross_entropy(head(jnp.asarray(lm_head)), *args, chunk=chunk)
+    return cross_entropy(head(jnp.asarray(lm_head)), *args, chunk=chunk, env=Env())
 
 
 def numpy_entropy():
@@ -96,6 +96,7 @@ def test_entropy_of_right_positions_is_numpys():
             *map(jnp.asarray, (HIDDEN, TARGETS, WEIGHT, FORBIDDEN)),
             chunk=4,
             certainty=True,
+            env=Env(),
         ).entropy
     )
     np.testing.assert_allclose(measure(jnp.asarray(HEAD)), numpys(HEAD), rtol=1e-5)

@@ -1,0 +1,96 @@
+"""Where a training state's and a batch's arrays live on a mesh."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from clover_jax.config import ModelConfig
+from clover_jax.env import Env
+from clover_jax.model.leaves import leaf_kind
+from clover_jax.model.transformer import param_specs
+from clover_jax.params import initialise, named_leaves, path_name
+from clover_jax.sharding import shardings
+
+
+def state_shardings(state: Any, cfg: ModelConfig, env: Env) -> Any:
+    """A tree like `state` of shardings; env has a mesh.
+
+    Each leaf that bears a weight's name is split as the weight is, stacked or not: averages and an
+    optimiser's moments, too. The others (steps, an adapter's factors) are on every device.
+
+    Args:
+        state: a tree of arrays or abstract arrays: weights, or what a training run carries.
+        cfg: the model.
+        env: its mesh.
+    """
+    kinds = {leaf_kind(name): spec for name, spec in named_leaves(param_specs(cfg)).items()}
+
+    def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        assert env.mesh is not None
+        kind = max(
+            (k for k in kinds if f".{path_name(path)}".endswith(f".{k}")), key=len, default=""
+        )
+        axes: tuple[str | None, ...] = (None,) * leaf.ndim
+        if kind and leaf.shape and kinds[kind].shape[-leaf.ndim :] == leaf.shape:
+            axes = kinds[kind].axes[-leaf.ndim :]
+        return NamedSharding(env.mesh, env.partition(axes, leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(one, state)
+
+
+def place(state: Any, cfg: ModelConfig, env: Env) -> Any:
+    """The state with each array where `state_shardings` says; without a mesh, on one device."""
+    if env.mesh is None:
+        return jax.device_put(state, jax.devices()[0])
+    return jax.tree.map(put, state, state_shardings(state, cfg, env))
+
+
+def constrain_state(state: Any, cfg: ModelConfig, env: Env) -> Any:
+    """The same inside a compiled function."""
+    if env.mesh is None:
+        return state
+    return jax.tree.map(lax.with_sharding_constraint, state, state_shardings(state, cfg, env))
+
+
+def place_rows(batch: Any, env: Env) -> Any:
+    """A batch with its rows spread over the mesh; without one, on the default device."""
+    if env.mesh is None:
+        return jax.tree.map(jax.numpy.asarray, batch)
+    at = lambda a: NamedSharding(env.mesh, env.partition(_by_row(a), a.shape))  # pyright: ignore
+    return jax.tree.map(lambda a: put(a, at(a)), batch)
+
+
+def put(x: Any, sharding: NamedSharding) -> Array:
+    """An array on a mesh whose devices may belong to several processes, all of which have it."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return x if x.sharding == sharding else jax.jit(lambda a: a, out_shardings=sharding)(x)
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def initialised(cfg: ModelConfig, key: Array, env: Env) -> Any:
+    """Start values; on a mesh each device computes its own part and no other."""
+    specs = param_specs(cfg)
+    if env.mesh is None:
+        return initialise(specs, key)
+    at = shardings(specs, env.mesh, env.rules)
+    return jax.jit(lambda key: initialise(specs, key), out_shardings=at)(key)
+
+
+def on_host(x: Any) -> np.ndarray:
+    """The whole array in this process's memory. Every process must ask for it."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
+def _by_row(a: Any) -> tuple[str | None, ...]:
+    return ("rows",) + (None,) * (a.ndim - 1)
