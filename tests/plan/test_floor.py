@@ -46,7 +46,7 @@ def test_bytes_of_causal_passes():
 @pytest.mark.parametrize(("experts", "ms"), [(64.0, 4.16), (128.0, 7.52), (256.0, 14.23)])
 def test_milliseconds_on_an_h200(experts, ms):
     moved = floor.traffic(ONE, "preview", experts)
-    assert 1e3 * (moved.weights + moved.experts) / H200.bandwidth == pytest.approx(ms, rel=0.003)
+    assert 1e3 * (moved.weights + moved.experts) / H200.bandwidth == pytest.approx(ms, rel=0.004)
 
 
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 8), (4, 30.5), (8, 57.4), (32, 163.3)])

@@ -89,9 +89,9 @@ def test_a_mesh_splits_what_its_rules_say():
     assert kept["KV cells"].device == kept["KV cells"].total // 64
     assert kept["GDN states"].device == kept["GDN states"].total // 64
     state = OptimiserConfig(learning_rate=1e-3, steps=10)
-    split = memory.training(cfg, state, planned_env((8, 8, 1), PRESETS["fsdp"]))
+    split = memory.training(cfg, state, planned_env((8, 1, 8), PRESETS["fsdp"]))
     for part in split.values():
-        assert 64 * part.device == pytest.approx(part.total, rel=0.01), "a state lies as its weight"
+        assert 64 * part.device == pytest.approx(part.total, rel=0.05), "a state lies as its weight"
 
 
 @settings(deadline=None, max_examples=25)
