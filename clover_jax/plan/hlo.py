@@ -1,9 +1,10 @@
 """Collectives of a compiled program, counted from its text as XLA prints it.
 
 Every collective is counted as often as it runs: those in the body of a loop are multiplied by the
-loop's trip count, which XLA notes where it could prove it (`known_trip_count`, every `lax.scan`).
-The limit: a `lax.while_loop` that ends by its data has none, so what is in it counts once and is
-said to be of a loop of unknown length; and of a conditional all branches count.
+loop's trip count. XLA notes it where it could prove it (`known_trip_count`); the TPU's compiler does
+not print it, but its conditions compare a counter with a constant, and the counters of `lax.scan`
+start at 0 and go up by 1. The limit: a loop that ends by its data has no count, so what is in it
+counts once and is said to be of a loop of unknown length; and of a conditional all branches count.
 """
 
 import math
@@ -43,6 +44,7 @@ class Collectives(NamedTuple):
 
 
 class _Instruction(NamedTuple):
+    name: str
     op: str
     shape: str
     rest: str
@@ -65,8 +67,8 @@ def collectives(text: str) -> Collectives:
             kind = one.op.removesuffix("-start")
             if kind in KINDS:
                 _add(sums, kind, _collective(kind, one, devices), 1)
-            trips = _TRIPS.search(one.rest)
-            times = int(trips[1]) if trips else 1
+            trips = _trips(one, computations)
+            times = trips or 1
             for called in _called(one):
                 inner = of(called)
                 for k, c in inner.by_kind.items():
@@ -95,12 +97,12 @@ def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str, int]:
             body = found.setdefault(header[2], [])
             entry = header[2] if header[1] else entry
         elif " = " in line and line.startswith(" "):
-            body.append(_parse(line.split(" = ", 1)[1]))
+            body.append(_parse(*line.split(" = ", 1)))
     devices = re.search(r"num_partitions=(\d+)", text)
     return found, entry, int(devices[1]) if devices else 1
 
 
-def _parse(line: str) -> _Instruction:
+def _parse(name: str, line: str) -> _Instruction:
     """Shape, then `op(operands), attributes`."""
     end, depth = 0, 0
     for end, letter in enumerate(line):  # noqa: B007
@@ -108,7 +110,21 @@ def _parse(line: str) -> _Instruction:
         if letter == " " and depth == 0:
             break
     op, _, rest = line[end + 1 :].partition("(")
-    return _Instruction(op, line[:end], rest)
+    return _Instruction(name.split()[-1].lstrip("%"), op, line[:end], rest)
+
+
+def _trips(one: _Instruction, computations: dict[str, list[_Instruction]]) -> int | None:
+    """How often a loop runs, if the text says so."""
+    if match := _TRIPS.search(one.rest):
+        return int(match[1])
+    if match := re.search(r"condition=%?([\w.\-]+)", one.rest):
+        condition = computations.get(match[1], [])
+        constants = {i.name: i.rest.partition(")")[0] for i in condition if i.op == "constant"}
+        if condition and condition[-1].op == "compare" and "direction=LT" in condition[-1].rest:
+            bound = condition[-1].rest.partition(")")[0].split("%")[-1]
+            if constants.get(bound, "").isdigit():
+                return int(constants[bound])
+    return None
 
 
 def _called(one: _Instruction) -> Iterator[str]:
@@ -119,7 +135,7 @@ def _called(one: _Instruction) -> Iterator[str]:
 
 def _collective(kind: str, one: _Instruction, devices: int) -> Collective:
     shape = one.shape
-    if one.op in ("all-gather-start", "collective-permute-start"):
+    if one.op in ("all-gather-start", "collective-permute-start", "reduce-scatter-start"):
         shape = _elements(shape)[1]  # (operands, results, ...)
     size, n = _bytes(shape), _group(one.rest, devices)
     sent = {

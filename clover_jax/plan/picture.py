@@ -39,8 +39,8 @@ def draw(plans: dict[str, Plan], path: Path) -> None:
     for limit in shown:
         height = limit / 2**30
         axes.axhline(height, color="black", linewidth=0.8, linestyle="--")
-        axes.text(len(plans) - 0.42, height, " / ".join(limits[limit]), fontsize=8, va="bottom")
-    axes.set_xlim(-0.6, len(plans) + 0.4)
+        axes.text(len(plans) - 0.6, height, " / ".join(limits[limit]), fontsize=8, va="bottom")
+    axes.set_xlim(-0.5, len(plans) + 0.1)
     axes.set_xticks(range(len(plans)), plans)
     axes.set_ylabel("GiB on each device")
     axes.set_ylim(0, 1.12 * max(tallest, shown[-1]) / 2**30)

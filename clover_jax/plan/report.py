@@ -272,7 +272,8 @@ def _floor_lines(plan: Plan) -> Iterator[str]:
     yield (
         f"speed floor (weights, cells and states over the memory's bandwidth; no activations, "
         f"collectives or arithmetic), {r.context:,} tokens committed, a preview fixes {r.tpf:g} "
-        f"tokens (TPF over all forwards {forwards:.2f}) and touches {r.experts:.0f} experts a layer; "
+        f"tokens (TPF over all forwards {forwards:.2f}) and touches {r.experts:.0f} experts a "
+        "layer; "
         "AR and block in tokens/s of a row; a host preview's experts come from host memory"
     )
     yield (

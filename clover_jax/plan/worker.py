@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import msgspec
-from jax.experimental import topologies
-from jax.sharding import NamedSharding
+from jax.experimental import mesh_utils, topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from clover_jax.cache import cache_shapes, cache_shardings
 from clover_jax.config import ModelConfig
@@ -27,7 +27,7 @@ from clover_jax.model.transformer import extend, param_specs, preview
 from clover_jax.params import abstract
 from clover_jax.plan.compiled import TRAIN, CompiledPass, Job
 from clover_jax.plan.hlo import collectives
-from clover_jax.sharding import PRESETS, make_mesh, shardings
+from clover_jax.sharding import MESH_AXES, PRESETS, make_mesh, shardings
 from clover_jax.train.loop import ENV
 from clover_jax.train.step import OptimiserConfig, init_state, train_step
 from pallas_kernels.compat import MACHINES
@@ -36,7 +36,7 @@ from pallas_kernels.compat import MACHINES
 def run(job: Job) -> CompiledPass:
     """Lower and compile the pass, and read the result."""
     cfg = ModelConfig.from_json(job.config)
-    mesh = make_mesh(*job.mesh, devices=_devices(job.target))
+    mesh = _mesh(job)
     lower = _train_step if job.kind in TRAIN else _pass
     env = ENV if job.kind in TRAIN else Env()
     lowered = lower(job, cfg, dataclasses.replace(env, mesh=mesh, rules=PRESETS[job.rules]))
@@ -63,16 +63,20 @@ def run(job: Job) -> CompiledPass:
     )
 
 
-def _devices(target: str) -> Any:
-    if target == "cpu":
-        return jax.devices()
-    name, _, sizes = target.partition(":")
+def _mesh(job: Job) -> Mesh:
+    """Fake devices as they come; of a machine that is not here, neighbours beside each other."""
+    if job.target == "cpu":
+        return make_mesh(*job.mesh)
+    name, _, sizes = job.target.partition(":")
     topology: dict[str, Any] = dict(MACHINES[name].topology)
     if name == "h200":
         topology["topology"] = f"1x1x{sizes}"
     else:
-        topology["topology_name"] = target
-    return topologies.get_topology_desc(**topology).devices
+        topology["topology_name"] = job.target
+    devices = topologies.get_topology_desc(**topology).devices
+    # Eight ways on a torus of 4x4x4: `jax.make_mesh` would refuse to split one of its axes.
+    grid = mesh_utils.create_device_mesh(job.mesh, devices, allow_split_physical_axes=True)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def _placed(shapes: Any, places: Any) -> Any:
