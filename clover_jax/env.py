@@ -5,10 +5,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from clover_jax.errors import CloverError
+from clover_jax.params import ParamSpec, is_spec
 from clover_jax.sharding import TENSOR, AxisRules, axes_of
 from pallas_kernels.registry import Impl
 
@@ -66,6 +68,18 @@ class Env:
         return lax.with_sharding_constraint(
             x, NamedSharding(self.mesh, self.partition(axes, x.shape))
         )
+
+    def gathered(self, params: Any, specs: Any) -> Any:
+        """Weights as a layer uses them: in one piece along `embed`, whatever rule stores them."""
+        if self.mesh is None or not dict(self.rules.table)["embed"]:
+            return params
+        rules = self.rules.replace(embed=())
+
+        def one(spec: ParamSpec, p: Any) -> Any:
+            partition = rules.partition(spec.axes, p.shape, self.mesh)  # pyright: ignore
+            return lax.with_sharding_constraint(p, NamedSharding(self.mesh, partition))  # pyright: ignore
+
+        return jax.tree.map(one, specs, params, is_leaf=is_spec)
 
     def ways(self, axis: str, size: int) -> int:
         """Into how many parts the mesh splits a dimension of this logical axis and size."""

@@ -42,10 +42,12 @@ from clover_jax.checkpoint.safetensors_io import (
     read_index,
 )
 from clover_jax.config import ModelConfig
+from clover_jax.env import Env
 from clover_jax.errors import CloverError
 from clover_jax.model.leaves import leaf_kind
 from clover_jax.model.transformer import Params, param_specs
 from clover_jax.params import ParamSpec, is_spec, named_leaves
+from clover_jax.sharding import shardings
 
 CONFIG_FILE = "config.json"
 
@@ -85,21 +87,20 @@ def load(
     *,
     dtype: LoadDtype | None = None,
     norms: NormStorage | None = None,
-    shardings: Any = None,
+    env: Env = Env(),  # noqa: B008
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[ModelConfig, Params, LoadReport]:
     """Loads the weights of a folder.
 
     Leaves are filled in place: on a CPU device they are the weights, elsewhere one stacked leaf at
-    a time is extra host memory. With shardings a process reads only the slices of its own devices.
+    a time is extra host memory. On a mesh a process reads only the slices of its own devices.
 
     Args:
         folder: holds config.json and safetensors files, experts fused or one tensor per expert,
             with or without the `language_model` level in the names.
         dtype: of the weights that do not have to be float32; None: the one that config.json says.
         norms: how the norms that scale by 1 + w are stored; None: their mean decides.
-        shardings: a tree like the parameters, `sharding.shardings(param_specs(cfg), mesh, rules)`
-            with the `cfg` of `inspect(folder)`; None: everything on the default device.
+        env: its mesh says where the weights go; without one, to the default device.
         progress: called now and then with the bytes read so far and those of all tensors.
 
     Raises:
@@ -110,15 +111,8 @@ def load(
     cfg = survey.report.require_loadable()
     specs = param_specs(cfg)
     leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
-    if shardings is None:
-        targets: list[Any] = [None] * len(leaves)
-    elif jax.tree.structure(shardings) != tree:
-        raise CloverError(
-            f"shardings are not a tree like the parameters of {folder}: make them by "
-            f"sharding.shardings(param_specs(inspect(folder).config), mesh, rules)"
-        )
-    else:
-        targets = jax.tree.leaves(shardings)
+    placed = None if env.mesh is None else shardings(specs, env.mesh, env.rules)
+    targets: list[Any] = [None] * len(leaves) if placed is None else jax.tree.leaves(placed)
     files = MappedFiles()
     count = None if progress is None else _Counter(survey.sources, progress)
     arrays = []

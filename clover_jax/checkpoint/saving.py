@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -31,6 +32,7 @@ from clover_jax.checkpoint.report import SHOWN
 from clover_jax.checkpoint.safetensors_io import INDEX_FILE, SINGLE_FILE
 from clover_jax.config import ModelConfig
 from clover_jax.errors import CloverError
+from clover_jax.model.placement import first_process_first, is_here, on_host
 from clover_jax.model.stack import Groups
 from clover_jax.model.transformer import Params, param_specs
 from clover_jax.params import named_leaves
@@ -80,7 +82,8 @@ def save(
     """Writes config.json and the weights; `load` gives back the same config and weights.
 
     The folder appears complete or not at all. Host memory: one shard, and a copy of weights that
-    live on an accelerator.
+    live on an accelerator. Weights that several processes hold are gathered leaf by leaf: all call
+    this, the first one writes.
 
     Args:
         folder: must not exist, or be empty.
@@ -105,9 +108,12 @@ def save(
     leaves = named_leaves(stacked(params, cfg))
     check_leaves(specs, leaves)
 
+    # The pieces of a leaf follow each other.
+    whole_leaf = functools.lru_cache(maxsize=1)(lambda path: on_host(leaves[path]))
+
     def entry(path: str, piece: Piece) -> Entry:
         kind = np.dtype(specs[path].dtype)
-        make = lambda: piece.to_file(np.asarray(leaves[path])).astype(kind, copy=False)
+        make = lambda: piece.to_file(whole_leaf(path)).astype(kind, copy=False)
         return Entry(with_prefix(piece.name, prefix), math.prod(piece.shape) * kind.itemsize, make)
 
     routed = lambda p: layout == "per_expert" and ".mlp.experts." in p.name
@@ -118,11 +124,17 @@ def save(
         for part in (per_expert(piece) if routed(piece) else [piece])
     ]
     folder = Path(folder)
-    with new_folder(folder, overwrite=overwrite) as building:
-        files = write_weights(building, entries, max_shard_bytes)
-        write_json(building / CONFIG_FILE, config_to_hf(cfg))
-        if files_from is not None:
-            copy_other_files(Path(files_from), building)
+    shared = any(not is_here(leaf) for leaf in leaves.values())
+    with first_process_first() if shared else contextlib.nullcontext(True) as writes:
+        if writes:
+            with new_folder(folder, overwrite=overwrite) as building:
+                files = write_weights(building, entries, max_shard_bytes)
+                write_json(building / CONFIG_FILE, config_to_hf(cfg))
+                if files_from is not None:
+                    copy_other_files(Path(files_from), building)
+        else:
+            for path in pieces(cfg):
+                whole_leaf(path)
     return SaveReport(folder, files, len(entries), sum(e.nbytes for e in entries))
 
 
@@ -262,8 +274,6 @@ def check_leaves(specs: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
         leaf, shape = leaves[path], specs[path].shape
         if tuple(leaf.shape) != shape:
             found.append(f"{path} is {list(leaf.shape)}, expected {list(shape)}")
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            found.append(f"{path} is spread over several hosts: gather it first")
     if found:
         more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         what = "; ".join(sorted(found)[:SHOWN]) + more

@@ -47,6 +47,15 @@ def _run(argv: list[str]) -> int:
         print(f"clover {importlib.metadata.version('clover-jax')}")
         return 0
     command = parse(argv)
+    if getattr(command, "distributed", None) is None:
+        return _dispatch(command)
+    from clover_jax.cli.devices import joined
+
+    with joined(command):
+        return _dispatch(command)
+
+
+def _dispatch(command: Any) -> int:
     match command:
         case commands.Generate():
             from clover_jax.cli.generate import generate

@@ -34,7 +34,24 @@ OraclePython = Annotated[
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelFlags:
+class DeviceFlags:
+    """Where it runs.
+
+    Attributes:
+        mesh: Devices as data x expert x tensor, such as 2x4x1; one device if not given.
+        rules: What the mesh splits: `fsdp` splits weights over its data axis, too.
+        distributed: This is one of several processes that run the same command, on one file
+            system: `auto` asks SLURM, Kubernetes, Open MPI or a cloud TPU who they are, or give
+            HOST:PORT,COUNT,INDEX.
+    """
+
+    mesh: Annotated[str | None, _none("DxExT")] = None
+    rules: Literal["tensor", "fsdp"] = "tensor"
+    distributed: Annotated[str | None, _none("{auto,HOST:PORT,COUNT,INDEX}")] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFlags(DeviceFlags):
     """Which model runs, and how it samples.
 
     Attributes:
@@ -458,7 +475,7 @@ class DataCheck:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunFlags:
+class RunFlags(DeviceFlags):
     """A training run. The same command resumes a run that was interrupted.
 
     Attributes:

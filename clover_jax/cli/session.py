@@ -23,6 +23,7 @@ from clover_jax.checkpoint.json_text import parse
 from clover_jax.checkpoint.report import NormStorage
 from clover_jax.cli.commands import ModelFlags
 from clover_jax.cli.compiled import keep_compiled_programs
+from clover_jax.cli.devices import env_of
 from clover_jax.config import ModelConfig
 from clover_jax.data.tokenizer import StopStrings, Tokenizer
 from clover_jax.diffusion.generate import Completion, DoneEvent, Event, Generator, Request
@@ -110,7 +111,8 @@ def open_session(flags: ModelFlags) -> Session:
     if flags.stop and tokenizer is None:
         raise CloverError(f"--stop needs a tokenizer, and {folder} has no tokenizer.json")
     keep_compiled_programs()
-    cfg, params = load_with_bar(folder, dtype=flags.dtype, norms=flags.norms)
+    env = env_of(flags, rows=flags.rows)
+    cfg, params = load_with_bar(folder, dtype=flags.dtype, norms=flags.norms, env=env)
     if not flags.coreset:
         cfg = cfg.replace(**{"moe.coreset": None})
     return Session(
@@ -118,7 +120,7 @@ def open_session(flags: ModelFlags) -> Session:
             cfg,
             params,
             tokenizer=tokenizer,
-            env=Env(rows=flags.rows),
+            env=env,
             prefill_chunk=flags.prefill_chunk,
             fuse_commit=flags.fuse_commit,
         ),
@@ -134,6 +136,7 @@ def load_with_bar(
     *,
     dtype: Literal["float32", "bfloat16"] | None,
     norms: NormStorage | None,
+    env: Env = Env(),  # noqa: B008
 ) -> tuple[ModelConfig, Params]:
     """The weights of a folder; a bar on stderr if they are large and someone looks."""
     console = Console(stderr=True)
@@ -151,7 +154,7 @@ def load_with_bar(
             if task is not None:
                 bar.update(task, completed=done)
 
-        cfg, params, _ = checkpoint.load(folder, dtype=dtype, norms=norms, progress=show)
+        cfg, params, _ = checkpoint.load(folder, dtype=dtype, norms=norms, env=env, progress=show)
     return cfg, params
 
 

@@ -18,6 +18,7 @@ from rich.progress import Progress as Bar
 
 from clover_jax.cli.commands import TrainConvert, TrainPretrain, TrainSft
 from clover_jax.cli.compiled import keep_compiled_programs
+from clover_jax.cli.devices import env_of
 from clover_jax.cli.session import packaged_model
 from clover_jax.config import ModelConfig, from_canonical_json, override, replace
 from clover_jax.data.pipeline import TraceConfig
@@ -44,6 +45,7 @@ def train(flags: TrainPretrain | TrainConvert | TrainSft) -> int:
     if flags.dry_run:
         print("\n".join([*setting_lines(run), "", *_plan_lines(plan(run))]))
         return 0
+    env = env_of(flags, moe_tile=loop.MOE_TILE)
     board = flags.out / "tensorboard" if flags.tensorboard else None
     with _deferred_interrupt() as check, _reporter() as show, _tensorboard(board) as chart:
 
@@ -61,7 +63,8 @@ def train(flags: TrainPretrain | TrainConvert | TrainSft) -> int:
             flags.out,
             report=report,
             calibrated=calibrated,
-            evaluate=None if run.evaluation is None else _evaluator(run, run.evaluation),
+            evaluate=None if run.evaluation is None else _evaluator(run, run.evaluation, env),
+            env=env,
         )
     print(model)
     return 0
@@ -142,14 +145,15 @@ def _read(path: Path) -> bytes:
         raise CloverError(f"--config {path} cannot be read: {error}") from None
 
 
-def _evaluator(run: RunConfig, evaluation: Evaluation) -> loop.Evaluate:
+def _evaluator(run: RunConfig, evaluation: Evaluation, env: Env) -> loop.Evaluate:
     """Accuracy and tokens per forward of both modes, by the sampler that serves."""
     tasks = evaluation.tasks if run.data is not None else ()
     held_out = None if run.traces is None or run.traces.val is None else Path(run.traces.val)
+    serving = Env(mesh=env.mesh, rules=env.rules)
     usual: dict[str, Any] = {"max_tokens": evaluation.max_tokens, "batch": evaluation.batch}
 
     def evaluate(cfg: ModelConfig, params: Params, tokenizer: Tokenizer) -> dict[str, float]:
-        generator = Generator(cfg, params, tokenizer=tokenizer, env=Env())
+        generator = Generator(cfg, params, tokenizer=tokenizer, env=serving)
         found: dict[str, float] = {}
         for mode in ("ar",) if cfg.bd_gdn is None else ("ar", "block"):
             for task in tasks:

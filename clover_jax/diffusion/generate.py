@@ -22,6 +22,7 @@ from clover_jax.diffusion.sampler import DecodeState, Loop, ModelPasses, Rules
 from clover_jax.diffusion.sampling_config import SamplerConfig, SamplerParams, sampler_params
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
+from clover_jax.model.placement import place, replicate, to_host
 from clover_jax.model.transformer import Params, prefill, unstack
 
 FINISH_REASONS = ("", "stop", "length", "error")  # by sampler.RUNNING, STOP, LENGTH, ERROR
@@ -184,13 +185,14 @@ class Generator:
                 f"{cfg.mask_token_id}: correct one of them"
             )
         self.cfg = cfg
-        self.params = unstack(params)
+        # Scanned on a mesh: unrolled, the partitioner would work through every layer by itself.
+        self.params = unstack(params) if env.mesh is None else place(params, cfg, env)
         self.tokenizer = tokenizer
         self.env = env
         self.prefill_chunk = prefill_chunk
         self.fuse_commit = fuse_commit
         self.margins = margins
-        self.rules = _rules(cfg, tokenizer)
+        self.rules = replicate(_rules(cfg, tokenizer), env)
 
     def variant(
         self, *, cfg: ModelConfig | None = None, fuse_commit: bool | None = None
@@ -258,7 +260,7 @@ class Generator:
             by_row=self.env.rows == "mapped",
             margins=self.margins,
         )
-        sampling = sampler_params([r.sampling for r in requests])
+        sampling = replicate(sampler_params([r.sampling for r in requests]), self.env)
         rows = [_Row(self.tokenizer, r) for r in requests]
         began = time.perf_counter()
         state, reused = self.start(requests, loop, cache)
@@ -268,7 +270,7 @@ class Generator:
         prefilled = time.perf_counter()
         while True:
             state, canvases = self._drive(state, sampling, loop, driver, trace)
-            view = jax.device_get((state.finish, state.text))
+            view = to_host((state.finish, state.text), self.env)
             finish, text = np.array(view[0]), view[1]
             yield from canvases
             cut = np.zeros(len(rows), bool)
@@ -288,7 +290,7 @@ class Generator:
                         r, self._completion(r, row, state, text, finish, seconds, reused)
                     )
             if cut.any():
-                stopped = jnp.where(jnp.asarray(cut), sampler.STOP, state.finish)
+                stopped = jnp.where(replicate(cut, self.env), sampler.STOP, state.finish)
                 state = state._replace(finish=stopped)
             if (finish != sampler.RUNNING).all():
                 return
@@ -315,7 +317,7 @@ class Generator:
                     f"a prompt of {len(r.prompt)} tokens and max_tokens {r.max_tokens} do not fit "
                     f"the context of {cfg.max_position_embeddings}: shorten one of them"
                 )
-        reused = 0 if prefix is None else int(prefix.length[0])
+        reused = 0 if prefix is None else int(to_host(prefix.length, self.env)[0])
         if prefix is not None and (len(requests) != 1 or prefix.rows != 1):
             raise CloverError(
                 f"{len(requests)} requests continue a cache of {prefix.rows} rows: a conversation "
@@ -329,7 +331,7 @@ class Generator:
         need = longest + limit + cfg.block_length
         cache = prefix
         if cache is None:
-            cache = empty_cache(cfg, len(requests), _bucket(need, 512))
+            cache = empty_cache(cfg, len(requests), _bucket(need, 512), self.env)
         elif cache.capacity < (cells := min(need, cfg.max_position_embeddings)):
             # One block more than the limit, or the last block would be shorter than a cold run's.
             raise CloverError(
@@ -345,8 +347,7 @@ class Generator:
             n_valid[row] = len(rest)
         cache = compiled_prefill(
             self.params,
-            jnp.asarray(tokens),
-            jnp.asarray(n_valid),
+            *replicate((tokens, n_valid), self.env),
             cache,
             chunk=self.prefill_chunk,
             cfg=cfg,
@@ -356,17 +357,20 @@ class Generator:
             self.tokenizer is not None and thinking_state(self.tokenizer, r.prompt)
             for r in requests
         ]
+        by_row = {
+            "max_tokens": np.array([r.max_tokens for r in requests], np.int32),
+            "thinking_open": np.array(thinking),
+            "seed": np.array([r.seed for r in requests], np.uint32),
+            "sample_index": np.array([r.sample_index for r in requests], np.uint32),
+            "context": np.int32(min(cfg.max_position_embeddings, cache.capacity)),
+        }
         state = sampler.start(
             cache,
             loop=loop,
             vocab_size=cfg.vocab_size,
             num_layers=cfg.num_layers,
             limit=_bucket(limit, 128),
-            max_tokens=jnp.asarray([r.max_tokens for r in requests], jnp.int32),
-            thinking_open=jnp.asarray(thinking),
-            seed=jnp.asarray([r.seed for r in requests], jnp.uint32),
-            sample_index=jnp.asarray([r.sample_index for r in requests], jnp.uint32),
-            context=jnp.int32(min(cfg.max_position_embeddings, cache.capacity)),
+            **replicate(by_row, self.env),
         )
         return state, reused
 
@@ -377,17 +381,24 @@ class Generator:
         if driver == "full":
             return sampler.generate(*args, loop=loop), []
         if driver == "step":
-            ran = np.asarray(state.finish) == sampler.RUNNING
+            ran = to_host(state.finish, self.env) == sampler.RUNNING
             state = sampler.run_step(*args, loop=loop)
             if not trace:
                 return state, []
             canvas = jax.tree.map(lambda a: a[None], state.canvas)
-            return state, _canvas_events(canvas, state.step[None], ran[None], state)
+            return state, self._canvas_events(canvas, state.step[None], ran[None], state)
         state, record = sampler.run_block(*args, loop=loop)
         if not trace:
             return state, []
-        ran = np.asarray(record.ran)[: int(record.used)]
-        return state, _canvas_events(record.canvas, record.step, ran, state)
+        ran, used = to_host((record.ran, record.used), self.env)
+        return state, self._canvas_events(record.canvas, record.step, ran[:used], state)
+
+    def _canvas_events(
+        self, canvas: Any, step: Any, ran: np.ndarray, state: DecodeState
+    ) -> list[CanvasEvent]:
+        view = (canvas, step, state.response.response_length)
+        canvas, step, response = to_host(view, self.env)
+        return _canvas_events(canvas, step, response, ran)
 
     def _completion(
         self,
@@ -400,7 +411,7 @@ class Generator:
         reused: int,
     ) -> Completion:
         n = row.emitted
-        counters = jax.device_get(state.counters)
+        counters = to_host(state.counters, self.env)
         previews, forwards = int(counters.previews[r]), int(counters.forwards[r])
         experts = tuple((counters.experts[:, r] / max(previews, 1)).round(2).tolist())
         union = tuple((counters.experts_union / max(int(counters.steps), 1)).round(2).tolist())
@@ -490,9 +501,8 @@ def _bucket(n: int, smallest: int) -> int:
 
 
 def _canvas_events(
-    canvas: Any, step: Any, ran: np.ndarray, state: DecodeState
+    canvas: Any, step: np.ndarray, response: np.ndarray, ran: np.ndarray
 ) -> list[CanvasEvent]:
-    canvas, step, response = jax.device_get((canvas, step, state.response.response_length))
     block = canvas.tokens.shape[2]
     return [
         CanvasEvent(

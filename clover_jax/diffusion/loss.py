@@ -22,6 +22,7 @@ from clover_jax.model.transformer import (
     align_logits,
     before_blocks,
     forward,
+    outside_layers,
     unembed,
 )
 
@@ -101,8 +102,9 @@ def training_loss(
         batch = follow(params, batch, forbidden, threshold=loss.follow_above, cfg=cfg, env=env)
     clean, noisy = streams(batch)
     out = forward(params, clean, noisy if loss.diffusion else None, None, cfg=cfg, env=env)
+    head = outside_layers(params, cfg, env)
     entropy = lambda hidden, targets, weight, certainty: cross_entropy(
-        params, hidden, targets, weight, forbidden, chunk=loss.chunk, certainty=certainty, env=env
+        head, hidden, targets, weight, forbidden, chunk=loss.chunk, certainty=certainty, env=env
     )
     ar = entropy(out.hidden.clean[:, :-1], batch.tokens[:, 1:], batch.target_weight[:, 1:], False)
     share = jnp.float32(1 if totals is None else 1 / totals.parts)

@@ -13,6 +13,7 @@ from clover_jax.model.transformer import (
     align_logits,
     before_blocks,
     forward,
+    outside_layers,
     unembed,
 )
 
@@ -49,7 +50,8 @@ def follow(
     previous = before_blocks(out.hidden.clean, noisy.index, noisy.start)
     hidden = align_logits(out.hidden.noisy, previous, cfg.logits_position)
     # Block by block, so that not all logits exist at once; rows stay where they are on a mesh.
-    by_block = lax.map(lambda h: _confidence(params, h, forbidden), jnp.moveaxis(hidden, 1, 0))
+    head = outside_layers(params, cfg, env)
+    by_block = lax.map(lambda h: _confidence(head, h, forbidden), jnp.moveaxis(hidden, 1, 0))
     confidence = jnp.moveaxis(by_block, 0, 1)
     confidence = jnp.where(noisy.masked, confidence, -jnp.inf)
     surest = jnp.arange(cfg.block_length)[None, None] == jnp.argmax(

@@ -130,6 +130,7 @@ def linear_layer(
     env: Env,
 ) -> tuple[Streams, DecodeCache | None, LayerStats, LayerTaps]:
     """x + mixer(norm x), then x + moe(norm x). Without a cache the prefix is empty."""
+    p = env.gathered(p, linear_layer_specs(cfg))
     clean, noisy = streams
     prefix = _prefix_state(cache, at, _rows(streams), cfg)
     source, causal_taps, block_taps, share = prefix, None, None, None
@@ -185,6 +186,7 @@ def full_layer(
     env: Env,
 ) -> tuple[Streams, DecodeCache | None, LayerStats]:
     """As `linear_layer`, with gated attention as the mixer."""
+    p = env.gathered(p, full_layer_specs(cfg))
     clean, noisy = streams
     attend = lambda q, limit, own, first: env.constrain(
         on_mesh.attention(

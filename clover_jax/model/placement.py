@@ -1,11 +1,14 @@
 """Where a training state's and a batch's arrays live on a mesh."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from clover_jax.config import ModelConfig
@@ -68,10 +71,25 @@ def put(x: Any, sharding: NamedSharding) -> Array:
     """An array on a mesh whose devices may belong to several processes, all of which have it."""
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    if not is_here(x):
         return x if x.sharding == sharding else jax.jit(lambda a: a, out_shardings=sharding)(x)
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def replicate(tree: Any, env: Env) -> Any:
+    """Host values on every device; without a mesh, on the default one."""
+    if env.mesh is None:
+        return jax.tree.map(jax.numpy.asarray, tree)
+    everywhere = NamedSharding(env.mesh, PartitionSpec())
+    return jax.tree.map(lambda a: put(a, everywhere), tree)
+
+
+def to_host(tree: Any, env: Env) -> Any:
+    """The values of small arrays, on every process that holds a part of them."""
+    if env.mesh is not None and not all(map(is_here, jax.tree.leaves(tree))):
+        tree = jax.jit(lambda t: t, out_shardings=NamedSharding(env.mesh, PartitionSpec()))(tree)
+    return jax.device_get(tree)
 
 
 def initialised(cfg: ModelConfig, key: Array, env: Env) -> Any:
@@ -83,11 +101,22 @@ def initialised(cfg: ModelConfig, key: Array, env: Env) -> Any:
     return jax.jit(lambda key: initialise(specs, key), out_shardings=at)(key)
 
 
+@contextlib.contextmanager
+def first_process_first() -> Iterator[bool]:
+    """Whether this is the job's first process; the others go on when it has done the block."""
+    yield jax.process_index() == 0
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("the first process is done")
+
+
+def is_here(x: Any) -> bool:
+    """Whether this process holds all of an array's parts."""
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
 def on_host(x: Any) -> np.ndarray:
     """The whole array in this process's memory. Every process must ask for it."""
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        from jax.experimental import multihost_utils
-
+    if not is_here(x):
         return multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
 

@@ -102,6 +102,12 @@ def restack(params: Params, cfg: ModelConfig) -> Params:
     return params.replace(layers=stack_layers(params.layers, cfg))  # pyright: ignore
 
 
+def outside_layers(params: Params, cfg: ModelConfig, env: Env) -> Params:
+    """Embedding, last norm and head as a pass uses them (`Env.gathered`), without the layers."""
+    alone = lambda tree: tree.replace(layers=())
+    return env.gathered(alone(params), alone(param_specs(cfg)))
+
+
 def unembed(params: Params, hidden: Float[Array, "*rows width"]) -> Float[Array, "*rows vocab"]:
     """Logits of final-normed hidden states, float32."""
     head = params.embed_tokens.T if params.lm_head is None else params.lm_head
@@ -177,6 +183,7 @@ def forward(
         CloverError: blocks without a mask token, or rows of several samples that cannot be served.
     """
     _check_packing(clean, noisy, cache)
+    own = outside_layers(params, cfg, env)
     rows = (clean or noisy).tokens.shape[0]  # pyright: ignore[reportOptionalMemberAccess]
     start = jnp.zeros((rows,), jnp.int32) if cache is None else cache.length
     rope = lambda at: rope_tables(
@@ -185,7 +192,7 @@ def forward(
     x_clean, x_noisy, lay_clean, lay_noisy = None, None, None, None
     if clean is not None:
         at = jnp.arange(clean.tokens.shape[1], dtype=jnp.int32)[None]
-        x_clean = env.constrain(params.embed_tokens[clean.tokens], "rows", None, None)
+        x_clean = env.constrain(own.embed_tokens[clean.tokens], "rows", None, None)
         position = start[:, None] + at if clean.start is None else at - clean.start
         valid = at < clean.n_valid[:, None]
         lay_clean = CleanLayout(start, valid, rope(position), clean.start)
@@ -194,7 +201,7 @@ def forward(
             raise CloverError("config mask_token_id is null: this model cannot preview a block")
         at = jnp.arange(noisy.tokens.shape[2], dtype=jnp.int32)[None, None]
         shown = jnp.where(noisy.masked, cfg.mask_token_id, noisy.tokens)
-        x_noisy = env.constrain(params.embed_tokens[shown], "rows", None, None, None)
+        x_noisy = env.constrain(own.embed_tokens[shown], "rows", None, None, None)
         if noisy.index is not None:
             before = start[:, None] + noisy.index
             if noisy.start is not None:
@@ -219,13 +226,11 @@ def forward(
         taps=taps,
     )
     hidden = Streams(
-        *(None if x is None else rms_norm(x, params.norm, eps=cfg.rms_norm_eps) for x in streams)
+        *(None if x is None else rms_norm(x, own.norm, eps=cfg.rms_norm_eps) for x in streams)
     )
     if cache is not None and clean is not None:
         cache = _advance(cache, hidden.clean, clean.n_valid)
-    return PassOutput(
-        hidden, _logits(params, hidden, cache, clean, logits, cfg), cache, stats, values
-    )
+    return PassOutput(hidden, _logits(own, hidden, cache, clean, logits, cfg), cache, stats, values)
 
 
 def extend(

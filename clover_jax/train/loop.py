@@ -16,7 +16,6 @@ Batches are pure functions of the step, so a resumed run takes the very same ste
 """
 
 import dataclasses
-import functools
 import json
 import shutil
 import time
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Bool
@@ -35,19 +33,28 @@ from clover_jax.config import ModelConfig, canonical_json
 from clover_jax.data import bpe, tasks
 from clover_jax.data.pipeline import Batches, TaskBatches
 from clover_jax.data.tokenizer import Tokenizer
-from clover_jax.diffusion.loss import as_arrays, training_loss
+from clover_jax.diffusion.loss import training_loss
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
 from clover_jax.files import whole_file
 from clover_jax.model import lora
-from clover_jax.model.transformer import Params, param_specs, restack, unstack
-from clover_jax.params import initialise
+from clover_jax.model.placement import (
+    first_process_first,
+    initialised,
+    on_host,
+    place,
+    place_rows,
+    replicate,
+    to_host,
+)
+from clover_jax.model.transformer import Params, restack, unstack
 from clover_jax.presets import PRESETS
 from clover_jax.train.calibrate import Residuals, calibrate
 from clover_jax.train.run_config import LOG_EVERY, RunConfig
 from clover_jax.train.step import TrainState, init_state, train_step
 
-ENV = Env(moe_tile=128)  # a batch gives every expert hundreds of rows
+MOE_TILE = 128  # a batch gives every expert hundreds of rows
+ENV = Env(moe_tile=MOE_TILE)
 VALIDATION_BATCHES = 4
 
 
@@ -82,8 +89,12 @@ def train(
     calibrated: Callable[[Residuals], None] = lambda _: None,
     evaluate: Evaluate | None = None,
     save_seconds: float = 120.0,
+    env: Env = ENV,
 ) -> Path:
-    """Do a run, or what is left of it.
+    """Do a run, or what is left of it; the mesh may be another one than before.
+
+    Where a job has several processes, all of them call this with one mesh over all devices and one
+    folder on a file system that they share; the first one writes it.
 
     Args:
         run: what to do.
@@ -92,6 +103,7 @@ def train(
         calibrated: called with the residuals if the block operator was calibrated.
         evaluate: scores of a model, where `run.evaluation` asks for them.
         save_seconds: time between checkpoints.
+        env: where to run; how to rematerialise is the run's own.
 
     Returns:
         The model folder.
@@ -99,11 +111,15 @@ def train(
     Raises:
         CloverError: the start cannot be loaded, or the folder belongs to another run.
     """
-    start = _base(run, folder) if run.kind == "pretrain" else _clover(run, folder, calibrated)
-    return _run(run, folder, start, report, evaluate, save_seconds)
+    env = dataclasses.replace(env, remat=run.remat)
+    if run.kind == "pretrain":
+        start = _base(run, folder, env)
+    else:
+        start = _clover(run, folder, env, calibrated)
+    return _run(run, folder, start, report, evaluate, save_seconds, env)
 
 
-def _base(run: RunConfig, folder: Path) -> _Start:
+def _base(run: RunConfig, folder: Path, env: Env) -> _Start:
     """A preset without block operator, mask token and coreset (a Qwen3.6 model), or a folder."""
     if run.start not in PRESETS:
         files = Path(run.start)
@@ -114,7 +130,7 @@ def _base(run: RunConfig, folder: Path) -> _Start:
             )
         _check_data(run, files)
         _claim(run, folder)
-        cfg, params, _ = checkpoint.load(files, dtype="float32")
+        cfg, params, _ = checkpoint.load(files, dtype="float32", env=env)
         return _Start(cfg, params, files)
     if run.data is None:
         raise CloverError(
@@ -125,9 +141,10 @@ def _base(run: RunConfig, folder: Path) -> _Start:
     run.data.noise.every_length(cfg.block_length)
     _claim(run, folder)
     files = folder / "tokenizer"
-    if not (files / "tokenizer_config.json").exists():
-        _train_tokenizer(run, cfg, files)
-    return _Start(cfg, initialise(param_specs(cfg), _key(run)), files)
+    with first_process_first() as first:
+        if first and not (files / "tokenizer_config.json").exists():
+            _train_tokenizer(run, cfg, files)
+    return _Start(cfg, initialised(cfg, _key(run), env), files)
 
 
 def base_of_preset(name: str) -> ModelConfig:
@@ -146,32 +163,48 @@ def base_of_preset(name: str) -> ModelConfig:
     return cfg
 
 
-def _clover(run: RunConfig, folder: Path, calibrated: Callable[[Residuals], None]) -> _Start:
+def _clover(
+    run: RunConfig, folder: Path, env: Env, calibrated: Callable[[Residuals], None]
+) -> _Start:
     """A Clover folder, or a Qwen3.6 one with a block operator added; calibrated if asked for."""
     source = folder / "source"
-    start = Path(run.start)
     if not source.exists():
-        _check_data(run, start)
+        _check_data(run, Path(run.start))
     _claim(run, folder)
-    if not source.exists():
-        if checkpoint.inspect(start).require_loadable().bd_gdn is None:
-            checkpoint.convert(start, folder / "uncalibrated", overwrite=True)
-            start = folder / "uncalibrated"
-        cfg, params, _ = checkpoint.load(start, dtype="float32")
-        if run.calibration_steps:
-            batches = _batches(run, Tokenizer.load(start), cfg, "train")
-            examples = [batches.batch(step) for step in range(run.calibration_steps)]
-            params, residuals = calibrate(params, examples, cfg=cfg, env=ENV)
-            (folder / "calibration.json").write_text(residuals.to_json())
-            calibrated(residuals)
-        checkpoint.save(source, cfg, params, files_from=start)
-        shutil.rmtree(folder / "uncalibrated", ignore_errors=True)
-    cfg, params, _ = checkpoint.load(source, dtype="float32")
+    with first_process_first() as first:
+        if first and not source.exists():
+            _make_source(run, folder, source, calibrated)
+    cfg, params, _ = checkpoint.load(source, dtype="float32", env=env)
     return _Start(cfg, params, source)
+
+
+def _make_source(
+    run: RunConfig, folder: Path, source: Path, calibrated: Callable[[Residuals], None]
+) -> None:
+    """The folder that a conversion starts from; it is made on one device."""
+    start = Path(run.start)
+    if checkpoint.inspect(start).require_loadable().bd_gdn is None:
+        checkpoint.convert(start, folder / "uncalibrated", overwrite=True)
+        start = folder / "uncalibrated"
+    cfg, params, _ = checkpoint.load(start, dtype="float32")
+    if run.calibration_steps:
+        batches = _batches(run, Tokenizer.load(start), cfg, "train")
+        examples = [batches.batch(step) for step in range(run.calibration_steps)]
+        params, residuals = calibrate(params, examples, cfg=cfg, env=ENV)
+        (folder / "calibration.json").write_text(residuals.to_json())
+        calibrated(residuals)
+    checkpoint.save(source, cfg, params, files_from=start)
+    shutil.rmtree(folder / "uncalibrated", ignore_errors=True)
 
 
 def _claim(run: RunConfig, folder: Path) -> None:
     """Make the folder this run's own, or check that it is."""
+    with first_process_first() as first:
+        if first:
+            _claim_alone(run, folder)
+
+
+def _claim_alone(run: RunConfig, folder: Path) -> None:
     asked = canonical_json(run)
     path = folder / "run.json"
     if path.exists():
@@ -208,26 +241,28 @@ def _run(
     report: Report,
     evaluate: Evaluate | None,
     save_seconds: float,
+    env: Env,
 ) -> Path:
     cfg, params, files = start
     tokenizer = Tokenizer.load(files)
-    env = dataclasses.replace(ENV, remat=run.remat)
     batches = _batches(run, tokenizer, cfg, "train")
     forbidden = np.arange(cfg.vocab_size) >= tokenizer.vocab_size
     if tokenizer.mask_id is not None:
         forbidden[tokenizer.mask_id] = True
-    # Committed to a device as a restored state is, so that both take one compiled step.
-    own = functools.partial(jax.device_put, device=jax.devices()[0])
-    weights = params if run.remat else unstack(params)
+    # Committed to devices as a restored state is, so that both take one compiled step.
+    own = lambda tree: place(tree, cfg, env)
+    weights = params if run.remat or env.mesh is not None else unstack(params)
     frozen = None if run.lora is None else own(weights)
     trained = weights if run.lora is None else lora.init(weights, run.lora, _key(run))
-    steps = _Steps(run, batches, tokenizer, cfg, env, jnp.asarray(forbidden), frozen)
-    state = own(init_state(trained, run.optimiser))
+    steps = _Steps(run, batches, tokenizer, cfg, env, replicate(forbidden, env), frozen)
+    state = own(jax.jit(init_state, static_argnums=1)(trained, run.optimiser))
     options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
-    _discard_unfinished(folder / "checkpoints")
+    with first_process_first() as first:
+        if first:
+            _discard_unfinished(folder / "checkpoints")
     with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
         state = _restore(manager, state, batches)
-        log = _Log(folder / "log.jsonl", int(state.step))
+        log = _Log(folder / "log.jsonl", int(to_host(state.step, env)))
         saved = time.monotonic()
         for state, line in steps.take(state):  # noqa: B020 (the generator keeps the first)
             if evaluate is not None and _is_evaluated(run, line.step):
@@ -250,19 +285,15 @@ def _run(
         report(Progress(run.optimiser.steps, run.optimiser.steps, final, 0.0, 0.0))
         log.append(run.optimiser.steps, final)
     if run.lora is not None:
-        adapter = state.params if state.ema is None else state.ema
-        checkpoint.save_adapter(
-            folder / "adapter", cfg, adapter, run.lora, base=run.start, overwrite=True
-        )
+        adapter = jax.tree.map(on_host, state.params if state.ema is None else state.ema)
+        with first_process_first() as first:
+            if first:
+                checkpoint.save_adapter(
+                    folder / "adapter", cfg, adapter, run.lora, base=run.start, overwrite=True
+                )
     model = folder / "model"
-    checkpoint.save(
-        model,
-        cfg,
-        restack(steps.weights(state), cfg),
-        dtype="bfloat16",
-        files_from=files,
-        overwrite=True,
-    )
+    weights = restack(steps.weights(state), cfg)
+    checkpoint.save(model, cfg, weights, dtype="bfloat16", files_from=files, overwrite=True)
     return model
 
 
@@ -327,6 +358,8 @@ class _Log:
 
     def __init__(self, path: Path, step: int) -> None:
         self._path = path
+        if jax.process_index():
+            return
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         # A run that was killed may have left a part of its last line.
         whole = (line for line in lines if line.endswith("\n"))
@@ -334,6 +367,8 @@ class _Log:
             building.write_text("".join(x for x in whole if _is_before(json.loads(x), step)))
 
     def append(self, step: int, metrics: dict[str, float]) -> None:
+        if jax.process_index():
+            return
         with self._path.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
@@ -366,14 +401,14 @@ class _Steps:
         optimiser = self.run.optimiser
         total = optimiser.steps
         pending: list[dict[str, Any]] = []
-        tokens, began, first = 0, time.monotonic(), int(state.step)
+        tokens, began, first = 0, time.monotonic(), int(to_host(state.step, self.env))
         for step in range(first, total):
             batch = self.batches.batch(step)
             state, metrics = train_step(
                 state,
-                as_arrays(batch),
+                place_rows(batch, self.env),
                 self.forbidden,
-                jnp.float32(optimiser.rate(step)),
+                replicate(np.float32(optimiser.rate(step)), self.env),
                 self.frozen,
                 cfg=self.cfg,
                 env=self.env,
@@ -387,7 +422,7 @@ class _Steps:
             tokens += int(batch.n_valid.sum())
             if (step + 1) % LOG_EVERY == 0 or step + 1 == total:
                 # Read the device every `LOG_EVERY` steps only, so that it never waits for the host.
-                read = jax.device_get(pending)
+                read = to_host(pending, self.env)
                 mean = {k: float(np.mean([m[k] for m in read])) for k in read[0]}
                 elapsed = time.monotonic() - began
                 left = elapsed / (step + 1 - first) * (total - step - 1)
@@ -403,15 +438,16 @@ class _Steps:
         batches = _batches(self.run, self.tokenizer, self.cfg, "val")
         weights = self.weights(state)
         read = [
-            jax.device_get(
+            to_host(
                 loss(
                     weights,
-                    as_arrays(batches.batch(i)),
+                    place_rows(batches.batch(i), self.env),
                     self.forbidden,
                     cfg=self.cfg,
                     env=self.env,
                     loss=self.run.loss,
-                )[1]
+                )[1],
+                self.env,
             )
             for i in range(VALIDATION_BATCHES)
         ]

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from clover_jax.checkpoint import config_to_hf, inspect, load, loading, save
 from clover_jax.config import ModelConfig
+from clover_jax.env import Env
 from clover_jax.errors import CloverError
 from clover_jax.model.transformer import param_specs
 from clover_jax.params import is_spec, named_leaves
@@ -271,22 +272,13 @@ def test_slices_under_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         for mesh in (make_mesh(2, 2, 2), make_mesh(1, 4, 2)):
             shapes.clear()
             want = shardings(specs, mesh, AxisRules())
-            _, got, _ = load(folder, shardings=want)
+            _, got, _ = load(folder, env=Env(mesh=mesh))
             assert_same(got, params)
             for path, leaf in named_leaves(got).items():
                 assert leaf.sharding == named_leaves(want)[path], path
             # Nothing larger than a device's part of the experts was ever read.
             assert shapes[2, 2, 4, 10, 20] == {(2, 2, 1, 10, 20)}
             assert shapes[2, 2, 4, 20, 20] == {(2, 2, 1, 20, 20)}
-
-
-def test_shardings_of_another_model(tmp_path: Path):
-    save(tmp_path / "a", qwen_small(), random_params(qwen_small()))
-    with pytest.raises(CloverError, match="shardings"):
-        load(
-            tmp_path / "a",
-            shardings=shardings(param_specs(clover_small()), make_mesh(), AxisRules()),
-        )
 
 
 # What is reported.
