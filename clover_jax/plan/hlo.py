@@ -1,10 +1,11 @@
 """Collectives of a compiled program, counted from its text as XLA prints it.
 
 Every collective is counted as often as it runs: those in the body of a loop are multiplied by the
-loop's trip count. XLA notes it where it could prove it (`known_trip_count`); the TPU's compiler does
-not print it, but its conditions compare a counter with a constant, and the counters of `lax.scan`
-start at 0 and go up by 1. The limit: a loop that ends by its data has no count, so what is in it
-counts once and is said to be of a loop of unknown length; and of a conditional all branches count.
+loop's trip count. XLA notes it where it could prove it (`known_trip_count`). The TPU's compiler
+does not print it, but its conditions compare a counter with a constant, and the counters of
+`lax.scan` start at 0 and go up by 1. The limit: a loop that ends by its data has no count, so what
+is in it counts once and is said to be of a loop of unknown length; and of a conditional all
+branches count.
 """
 
 import math

@@ -4,7 +4,7 @@
 
 Each plan is what `clover plan --json` prints with the flags in PLANS. A plan is written after each
 pass and goes on where it was stopped: a pass takes up to some minutes to compile. Then the table
-and the picture are made from all that is there.
+and the pictures are made from all that is there.
 """
 
 import dataclasses
@@ -95,6 +95,8 @@ def table(plans: dict[str, Plan]) -> str:
                 continue
             sizes = " | ".join(f"{n / 2**30:.2f}" for n in (c.arguments, c.temporaries, c.peak))
             runs = ", ".join(f"{k.runs} {kind}" for kind, k in c.collectives.items())
+            if c.in_unknown_loops:
+                runs += f" ({c.in_unknown_loops} in loops counted once)"
             sent = sum(k.sent_bytes for k in c.collectives.values())
             lines.append(
                 f"| {name} | {c.kind} | {sizes} | {runs} | {sent / 1e6:,.0f} "
@@ -109,7 +111,10 @@ def main() -> None:
         compile_plan(name)
     plans = {n: load(HERE / f"{n}.json") for n in PLANS if (HERE / f"{n}.json").exists()}
     print(table(plans))
-    picture.draw({n.replace("_", "\n", 1): p for n, p in plans.items()}, HERE / "mesh_plans.png")
+    for mode in ("serve", "train"):  # on scales of their own
+        bars = {n.replace("_", "\n", 1): p for n, p in plans.items() if n.startswith(mode)}
+        if bars:
+            picture.draw(bars, HERE / f"{mode}.png")
 
 
 if __name__ == "__main__":
