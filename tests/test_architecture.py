@@ -15,7 +15,8 @@ LAYERS = [
     ("clover_jax.model",),
     ("clover_jax.data", "clover_jax.checkpoint"),
     ("clover_jax.diffusion",),
-    ("clover_jax.train", "clover_jax.serve", "clover_jax.eval", "clover_jax.verify"),
+    ("clover_jax.train", "clover_jax.serve", "clover_jax.eval", "clover_jax.verify",
+     "clover_jax.plan"),
     ("clover_jax.cli",),
 ]  # fmt: skip
 # Samples and their layout with noise are the diffusion package's, and data is below it otherwise.

@@ -81,6 +81,10 @@ def _dispatch(command: Any) -> int:
             from clover_jax.cli.info import info
 
             return info(command)
+        case commands.Plan():
+            from clover_jax.cli.plan import plan
+
+            return plan(command)
         case commands.Verify():
             from clover_jax.cli.verify import verify
 

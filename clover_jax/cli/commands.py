@@ -261,6 +261,51 @@ class Info:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a model needs on a mesh of devices, and the least time of its passes; nothing runs.
+
+    Weights, caches and optimiser state are counted from their shapes; activations and collectives
+    come from ahead-of-time compilation of the real passes, in processes of their own.
+
+    Attributes:
+        preset: A named config.
+        mesh: Devices, as data x expert x tensor.
+        mode: Decoding, or training of all weights (float32 masters, bfloat16 passes).
+        context: Cells of the cache, prompt and answer together; in training, tokens of a row.
+        batch: Rows.
+        rules: How the mesh splits arrays, see `clover_jax/sharding.py`; by default fsdp to train
+            and tensor to serve.
+        chunk: Prompt tokens of a prefill pass.
+        optimiser: Of training.
+        accumulate: Parts that a training batch runs in.
+        target: What to compile for: cpu (fake devices), v5p:4x4x4, v6e:8x8, h200:8 (the last ones
+            need the dependency group `aot` and minutes).
+        compile: Compile. Without it, only what can be counted is printed, at once.
+        tpf: Tokens that a preview fixes, in the mean, for the speed floor.
+        experts: Experts of a layer that a preview touches, for the speed floor (by default those
+            that its tokens would touch if they chose evenly).
+        plot: Draw what a device holds (PNG; extra `experiments`).
+        json: Print JSON.
+    """
+
+    preset: str = "clover_35b_a3b"
+    mesh: str = "1x1x1"
+    mode: Literal["serve", "train"] = "serve"
+    context: int = 4096
+    batch: int = 1
+    rules: OptionalText = None
+    chunk: int = 2048
+    optimiser: Literal["muon", "adamw"] = "muon"
+    accumulate: int = 1
+    target: str = "cpu"
+    compile: bool = True
+    tpf: float = 4.0
+    experts: Annotated[float | None, _none("N")] = None
+    plot: OptionalFile = None
+    json: Switch = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Verify:
     """How far our numbers are from another implementation's, layer by layer; 1 past the limits.
 
@@ -504,6 +549,7 @@ COMMANDS: Any = (
     | Annotated[Bench, subcommand("bench")]
     | Annotated[Card, subcommand("card")]
     | Annotated[Info, subcommand("info")]
+    | Annotated[Plan, subcommand("plan")]
     | Annotated[Verify, subcommand("verify")]
     | Annotated[Logits, subcommand("logits")]
     | Annotated[_CheckpointCommands, subcommand("checkpoint", description="Rewrite folders.")]
