@@ -131,14 +131,14 @@ def write_cells(
 ) -> Float[Array, "groups rows kv_heads capacity channel"]:
     """New keys or values of valid positions in their cells; pads and overflow are dropped."""
 
-    def write(cells: Array, new: Array, start: Array, valid: Array, group: Array) -> Array:
+    def write(cells: Array, new: Array, start: Array, valid: Array, group: Any) -> Array:
         capacity = cells.shape[3]
         cell = start[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
         if by_cell:
             cell = cell - lax.axis_index(by_cell) * capacity
         cell = jnp.where(valid & (cell >= 0), cell, capacity)
-        # Every axis but the channels is an index: a scatter of all heads' channels at once makes the
-        # TPU's compiler prefer another layout and copy the whole cache there and back.
+        # Every axis but the channels is an index: a scatter of all heads' channels at once makes
+        # the TPU's compiler prefer another layout and copy the whole cache there and back.
         row = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None, None]
         head = jnp.arange(new.shape[2], dtype=jnp.int32)[None, :, None]
         new = jnp.moveaxis(new, 2, 1)

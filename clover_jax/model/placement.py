@@ -15,7 +15,7 @@ from clover_jax.config import ModelConfig
 from clover_jax.env import Env
 from clover_jax.model.leaves import leaf_kind
 from clover_jax.model.transformer import param_specs
-from clover_jax.params import initialise, named_leaves, path_name
+from clover_jax.params import ParamSpec, initialise, named_leaves, path_name
 from clover_jax.sharding import shardings
 
 
@@ -30,7 +30,9 @@ def state_shardings(state: Any, cfg: ModelConfig, env: Env) -> Any:
         cfg: the model.
         env: its mesh.
     """
-    kinds = {leaf_kind(name): spec for name, spec in named_leaves(param_specs(cfg)).items()}
+    kinds: dict[str, list[ParamSpec]] = {}  # stacked GDN and attention layers share their kinds
+    for name, spec in named_leaves(param_specs(cfg)).items():
+        kinds.setdefault(leaf_kind(name), []).append(spec)
 
     def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         assert env.mesh is not None
@@ -38,8 +40,9 @@ def state_shardings(state: Any, cfg: ModelConfig, env: Env) -> Any:
             (k for k in kinds if f".{path_name(path)}".endswith(f".{k}")), key=len, default=""
         )
         axes: tuple[str | None, ...] = (None,) * leaf.ndim
-        if kind and leaf.shape and kinds[kind].shape[-leaf.ndim :] == leaf.shape:
-            axes = kinds[kind].axes[-leaf.ndim :]
+        for spec in kinds.get(kind, ()):
+            if leaf.shape and spec.shape[-leaf.ndim :] == leaf.shape:
+                axes = spec.axes[-leaf.ndim :]
         return NamedSharding(env.mesh, env.partition(axes, leaf.shape))
 
     return jax.tree_util.tree_map_with_path(one, state)

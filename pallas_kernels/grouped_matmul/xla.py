@@ -1,8 +1,8 @@
 """Two forms: a loop over the used tiles, and batched matmuls over all of them.
 
 The loop reads the weights of touched experts only, which is what a forward pass of few rows is
-bound by. A differentiated call has many rows in every tile: there the gathered weights are small
-beside the rows, and one batched matmul does without the loop's many small operations.
+bound by. A differentiated call has many rows in every tile: where the gathered weights are small,
+one batched matmul does without the loop's many small operations.
 """
 
 import jax
@@ -17,6 +17,9 @@ from pallas_kernels.grouped_matmul.math import glu
 # Single rows whose experts are fetched together on CPU. XLA copies what it slices before a matmul
 # there; one copy of all of them, and one batched product, run on all cores, a loop's on one.
 FETCHED = 32
+# Weights that a differentiated call may gather, one copy of an expert for each of its tiles.
+# Beyond, it loops over the tiles in both directions: 35B shapes would gather tens of GiB.
+GATHERED_BYTES = 1 << 28
 
 
 def expert_glu(
@@ -62,6 +65,10 @@ def batched(x: Array, w_in: Array, w_out: Array, tile_expert: Array, used: Array
 def _forward(
     x: Array, w_in: Array, w_out: Array, tile_expert: Array, used: Array
 ) -> tuple[Array, tuple]:
+    arrays = (x, w_in, w_out, tile_expert, used)
+    gathered = tile_expert.size * (w_in.nbytes + w_out.nbytes) // w_in.shape[0]
+    if gathered > GATHERED_BYTES:
+        return _one_by_one(*arrays), arrays
     y, backward = jax.vjp(
         lambda x, w_in, w_out: batched(x, w_in, w_out, tile_expert, used), x, w_in, w_out
     )
@@ -69,9 +76,34 @@ def _forward(
 
 
 def _backward(saved: tuple, dy: Array) -> tuple:
-    backward, *integers = saved
-    none = [np.zeros(a.shape, jax.dtypes.float0) for a in integers]
-    return *backward(dy), *none
+    *differentiable, tile_expert, used = saved
+    none = [np.zeros(a.shape, jax.dtypes.float0) for a in (tile_expert, used)]
+    if len(differentiable) == 1:
+        return *differentiable[0](dy), *none
+    return *_backward_one_by_one(*differentiable, tile_expert, used, dy), *none
+
+
+def _backward_one_by_one(
+    x: Array, w_in: Array, w_out: Array, tile_expert: Array, used: Array, dy: Array
+) -> tuple[Array, Array, Array]:
+    """A loop over the used tiles; each adds to its expert's gradient, in float32."""
+
+    def step(t: Array, grads: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        e = _at(tile_expert, t)
+        tile = (_at(x, t), _at(w_in, e), _at(w_out, e))
+        dx, d_in, d_out = jax.vjp(lambda x, a, b: jnp.matmul(glu(jnp.matmul(x, a)), b), *tile)[1](
+            _at(dy, t)
+        )
+        add = lambda total, part: lax.dynamic_update_index_in_dim(
+            total, _at(total, e) + part.astype(jnp.float32), e, 0
+        )
+        put = lax.dynamic_update_index_in_dim(grads[0], dx, t, 0)
+        return put, add(grads[1], d_in), add(grads[2], d_out)
+
+    zeros = lambda w: jnp.zeros(w.shape, jnp.float32)
+    start = (jnp.zeros_like(x), zeros(w_in), zeros(w_out))
+    dx, d_in, d_out = lax.fori_loop(0, used, step, start)
+    return dx, d_in.astype(w_in.dtype), d_out.astype(w_out.dtype)
 
 
 glu_tiles.defvjp(_forward, _backward)

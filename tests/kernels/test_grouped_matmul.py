@@ -12,7 +12,7 @@ import pytest
 from clover_jax.sharding import AxisRules, make_mesh
 from clover_jax.verify.limits import LIMITS, relative_rms
 from pallas_kernels.compat import MACHINES, interpreted, target
-from pallas_kernels.grouped_matmul import contract, expert_glu, pallas_gpu, pallas_tpu
+from pallas_kernels.grouped_matmul import contract, expert_glu, pallas_gpu, pallas_tpu, xla
 from pallas_kernels.grouped_matmul.layout import plan
 from pallas_kernels.grouped_matmul.specs import SPECS
 from tests.helpers.limits import assert_close
@@ -260,6 +260,18 @@ def test_kernels_without_a_valid_row(where):
     with interpreted(where):
         got = jax.jit(program(f"pallas_{where}", 8))(*poisoned(args))
     assert not np.asarray(got, np.float32).any()
+
+
+def test_gradients_without_gathered_weights(monkeypatch: pytest.MonkeyPatch):
+    """Past GATHERED_BYTES, calls loop over the tiles in both directions."""
+    monkeypatch.setattr(xla, "GATHERED_BYTES", 0)
+    args = operands(9)
+    args[3] = np.arange(9) != 4
+    cotangent = np.random.default_rng(5).normal(size=args[0].shape).astype(np.float32)
+    want, want_grads = loop(*args, cotangent)
+    _, y, grads = run(args, cotangent, tile=4, impl="xla")
+    assert_close("op", "forward", y, want)
+    check_gradients("loop", grads, want_grads, chosen(args[1], args[3], EXPERTS)[1])
 
 
 def test_kernel_gradients():

@@ -14,11 +14,12 @@ from clover_jax.diffusion.corrupt import Example, NoiseConfig, make_batch
 from clover_jax.diffusion.loss import LossConfig, training_loss
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
-from clover_jax.model.placement import initialised, place, place_rows
-from clover_jax.model.transformer import param_specs
-from clover_jax.params import ParamSpec, named_leaves, zeros
+from clover_jax.model.placement import initialised, place, place_rows, state_shardings
+from clover_jax.model.transformer import param_specs, unstack
+from clover_jax.params import ParamSpec, abstract, named_leaves, zeros
 from clover_jax.presets import clover_35b_a3b
 from clover_jax.sharding import PRESETS, AxisRules, make_mesh, parse_mesh, shardings
+from clover_jax.train.step import OptimiserConfig, init_state
 from tests.helpers.limits import assert_close
 from tests.model.small import (
     QUICK,
@@ -139,6 +140,28 @@ def test_a_mesh_has_the_gradients_of_one_device(mesh: str):
         assert_close("loss", name, value, want_metrics[name])
     for name, grad in grads.items():
         assert_close("gradient", name, grad, want[name])
+
+
+def test_what_a_run_carries_is_split_as_its_weights_are():
+    """Weights, moments and averages; stacked, and each layer by itself."""
+    env = Env(mesh=make_mesh(2, 2, 2), rules=PRESETS["fsdp"])
+    assert env.mesh is not None
+    params = abstract(param_specs(PAIR))
+    want = named_leaves(shardings(param_specs(PAIR), env.mesh, env.rules))
+    assert named_leaves(state_shardings(params, PAIR, env)) == want
+    optimiser = OptimiserConfig(learning_rate=1e-2, steps=9, ema=0.9)
+    state = jax.eval_shape(lambda p: init_state(p, optimiser), params)
+    found = named_leaves(state_shardings(state, PAIR, env))
+    for name, at in want.items():
+        bearers = [s for n, s in found.items() if n.endswith(name)]
+        assert len(bearers) >= 3 and set(bearers) == {at}, name
+    alone = jax.eval_shape(unstack, params)
+    for name, at in named_leaves(state_shardings(alone, PAIR, env)).items():
+        stacked = want[
+            name.replace("layers.0.", "layers.linear.").replace("layers.1.", "layers.full.")
+        ]
+        lead = 0 if "layers" not in name else 2 if "layers.0" in name else 1
+        assert tuple(at.spec) == tuple(stacked.spec)[lead:], name
 
 
 @HEAVY
