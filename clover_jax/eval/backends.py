@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clover_jax.config import override, parse_setting
+from clover_jax.data import tasks
 from clover_jax.data.chat import tokenize_prompt
 from clover_jax.data.tokenizer import THINK_CLOSE, THINK_OPEN, Tokenizer
 from clover_jax.diffusion.generate import Completion, Generator, Request
 from clover_jax.diffusion.sampling_config import SamplerConfig
 from clover_jax.errors import CloverError
 from clover_jax.eval.compilations import compilations
-from clover_jax.eval.harness import Question, Reply
+from clover_jax.eval.harness import Question, Reply, Task
 from clover_jax.eval.openai_api import RefusedError, post
+from clover_jax.eval.replay import Block, Replay, reference_blocks, replay
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,51 +181,70 @@ def fingerprint(folder: Path) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EndpointBackend:
-    """An OpenAI-compatible server. Passes are not known, so it has no tokens per forward.
+class Endpoint:
+    """How a server is asked.
 
     Attributes:
-        name: row of the tables.
-        url: the API's base, such as http://localhost:30000/v1.
         model: name that the server knows the model by.
         api: `chat` sends messages, and the server's template renders them; `completions` sends
             our rendered prompt as token ids, which only a server with this tokenizer can read.
-        tokenizer: renders prompts for `completions`; not used by `chat`.
         batch: questions in flight at once.
         seconds: until an attempt is given up.
         attempts: of a question that a busy or broken server does not answer.
         temperature: of the draws.
     """
 
-    name: str
-    url: str
     model: str = "default"
     api: Literal["chat", "completions"] = "chat"
-    tokenizer: Tokenizer | None = None
     batch: int = 8
     seconds: float = 120.0
     attempts: int = 4
     temperature: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.batch < 1 or self.attempts < 1 or self.seconds <= 0:
+        if min(self.batch, self.attempts, self.seconds) <= 0 or self.temperature < 0:
             raise CloverError(
-                f"endpoint {self.name} has batch {self.batch}, {self.attempts} attempts and "
-                f"{self.seconds} seconds: expected numbers above 0"
+                f"endpoint has batch {self.batch}, attempts {self.attempts}, seconds "
+                f"{self.seconds}, temperature {self.temperature}: expected numbers above 0 (the "
+                "temperature may be 0)"
             )
-        if self.api == "completions" and self.tokenizer is None:
+
+
+@dataclasses.dataclass(frozen=True)
+class EndpointBackend:
+    """An OpenAI-compatible server. Its passes are not known, so it has no tokens per forward.
+
+    Attributes:
+        name: row of the tables.
+        url: the API's base, such as http://localhost:30000/v1.
+        endpoint: how it is asked.
+        tokenizer: renders prompts for `completions`; not used by `chat`.
+    """
+
+    name: str
+    url: str
+    endpoint: Endpoint
+    tokenizer: Tokenizer | None = None
+
+    def __post_init__(self) -> None:
+        if self.endpoint.api == "completions" and self.tokenizer is None:
             raise CloverError(
-                f"endpoint {self.name}: api completions sends token ids, and there is no "
-                "tokenizer; use the chat api"
+                f"endpoint {self.url}: api completions sends token ids, and there is no "
+                "tokenizer; use api=chat"
             )
+
+    @property
+    def batch(self) -> int:
+        """See `Backend`."""
+        return self.endpoint.batch
 
     def settings(self) -> dict[str, Any]:
         """See `Backend`. The address is none of it: a server may move."""
         return {
             "kind": "endpoint",
-            "model": self.model,
-            "api": self.api,
-            "temperature": self.temperature,
+            "model": self.endpoint.model,
+            "api": self.endpoint.api,
+            "temperature": self.endpoint.temperature,
             "batch": self.batch,
         }
 
@@ -236,16 +257,17 @@ class EndpointBackend:
         return [dataclasses.replace(reply, seconds=seconds) for reply in found]
 
     def _ask(self, question: Question) -> Reply:
+        how = self.endpoint
         body: dict[str, Any] = {
-            "model": self.model,
+            "model": how.model,
             "max_tokens": question.max_tokens,
-            "temperature": self.temperature,
+            "temperature": how.temperature,
             "seed": question.seed,
             "return_token_ids": True,  # vLLM; others ignore it
         }
         messages = [{"role": "user", "content": question.prompt}]
         prompt: list[int] | None = None
-        if self.api == "completions":
+        if how.api == "completions":
             assert self.tokenizer is not None
             prompt = tokenize_prompt(self.tokenizer, messages, enable_thinking=question.thinking)
             body |= {"prompt": prompt}
@@ -255,16 +277,59 @@ class EndpointBackend:
                 "messages": messages,
                 "chat_template_kwargs": {"enable_thinking": question.thinking},
             }
-        path = "chat/completions" if self.api == "chat" else "completions"
+        path = "chat/completions" if how.api == "chat" else "completions"
         url = f"{self.url.rstrip('/')}/{path}"
         try:
-            reply = post(url, body, seconds=self.seconds, attempts=self.attempts)
+            reply = post(url, body, seconds=how.seconds, attempts=how.attempts)
         except RefusedError as refused:
             raise CloverError(f"{url} refuses: {refused}") from None
         try:
             return _from_server(reply, prompt, question.thinking)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise CloverError(f"{url} gives no completion ({error!r}): {reply!r:.300}") from None
+
+
+def endpoint_backend(spec: str, tokenizer: Tokenizer | None) -> EndpointBackend:
+    """A backend from `URL` or `URL,model=NAME,api=completions,batch=16`; see `Endpoint`.
+
+    Raises:
+        CloverError: an unknown setting, or a value out of range.
+    """
+    url, *words = spec.split(",")
+    how = override(Endpoint(), words)
+    name = url if how.model == Endpoint.model else how.model
+    return EndpointBackend(name, url, how, tokenizer)
+
+
+def oracle_bound(
+    backend: LocalBackend, chosen: Sequence[Task], per_task: int, batch: int = 32
+) -> Replay | None:
+    """Replay of reference answers by the oracle rule: what no reveal rule can exceed.
+
+    Args:
+        backend: in block mode.
+        chosen: tasks; those whose problems have no reference text are left out.
+        per_task: reference answers of each.
+        batch: blocks denoised together.
+
+    Returns:
+        See `replay`; None where no task has reference texts.
+    """
+    generator = backend.generator
+    assert generator.tokenizer is not None
+    blocks: list[Block] = []
+    for task in chosen:
+        items = [p.reference for p in task.problems if isinstance(p.reference, tasks.Item)]
+        own = reference_blocks(
+            generator.tokenizer, items[:per_task], thinking=task.thinking,
+            block=generator.cfg.block_length,
+        )  # fmt: skip
+        first = blocks[-1].answer + 1 if blocks else 0
+        blocks += [block._replace(answer=first + block.answer) for block in own]
+    if not blocks:
+        return None
+    threshold = backend.sampling.threshold
+    return replay(generator, blocks, rule="oracle", threshold=threshold, batch=batch)
 
 
 def _from_server(reply: Any, prompt: list[int] | None, thinking: bool) -> Reply:

@@ -133,14 +133,8 @@ class Comparison:
 
 def compare(records: Sequence[Record], base: Sequence[Record]) -> Comparison:
     """Two backends' records of the same problems in the same order, at least one."""
-    strata: dict[str, tuple[list[bool], list[bool]]] = {}
-    for mine, other in zip(records, base, strict=True):
-        first, second = strata.setdefault(mine.task, ([], []))
-        first.append(mine.verdict.correct)
-        second.append(other.verdict.correct)
-    pairs = [
-        (a, b) for first, second in strata.values() for a, b in zip(first, second, strict=True)
-    ]
+    first, second = ([r.verdict.correct for r in part] for part in (records, base))
+    pairs = list(zip(first, second, strict=True))
     only_backend = sum(a and not b for a, b in pairs)
     only_base = sum(b and not a for a, b in pairs)
     return Comparison(
@@ -170,7 +164,8 @@ def aup(points: Sequence[tuple[float, float]], best: float) -> float:
         W(y) = min(exp(-3 (1 - y / best)), 1)
 
     A decoder of accuracy 50 % at one token per forward has 50; more is more tokens per forward at
-    little loss.
+    little loss. The first point has no weight in the source: a decoder that is never slow and
+    never right can still score, so read it beside the accuracy.
 
     Args:
         points: (TPF, accuracy in %) by setting, at least one.
