@@ -15,6 +15,7 @@ from clover_jax.errors import CloverError
 from clover_jax.eval import execution, harness_report, likelihood, suites
 from clover_jax.eval.backends import (
     LocalBackend,
+    checkpoint_of,
     endpoint_backend,
     fingerprint,
     local_backend,
@@ -98,15 +99,23 @@ def _backends(flags: Eval) -> list[Backend]:
     specs = flags.backend or (("ar",) if flags.mode == "ar" else usual)
     if flags.endpoint and not flags.backend:
         specs = ()
-    session = open_session(flags)
-    weights = fingerprint(flags.checkpoint or packaged_model())
-    found: list[Backend] = [
-        local_backend(
-            spec, session.generator, sampling=session.sampling, weights=weights, batch=flags.batch
-        )
-        for spec in specs
-    ]
-    return found + [endpoint_backend(spec, session.tokenizer) for spec in flags.endpoint]
+    usual_folder = flags.checkpoint or packaged_model()
+    folders = [checkpoint_of(spec) or usual_folder for spec in specs]
+    opened = {
+        folder: (open_session(dataclasses.replace(flags, checkpoint=folder)), fingerprint(folder))
+        for folder in dict.fromkeys([*folders, usual_folder] if flags.endpoint else folders)
+    }
+    found: list[Backend] = []
+    for spec, folder in zip(specs, folders, strict=True):
+        session, weights = opened[folder]
+        found.append(
+            local_backend(
+                spec, session.generator, sampling=session.sampling, weights=weights,
+                batch=flags.batch,
+            )
+        )  # fmt: skip
+    servers = [endpoint_backend(spec, opened[usual_folder][0].tokenizer) for spec in flags.endpoint]
+    return found + servers
 
 
 def _oracle(flags: Eval, backends: Sequence[Backend], chosen: Sequence[Task]) -> list[str]:

@@ -26,11 +26,15 @@ class Decoder:
     """How our model is run, beyond its sampling settings.
 
     Attributes:
+        name: row of the tables; the whole spec if None.
+        checkpoint: folder, where it is not the one that all backends share.
         block_length: the checkpoint's if None.
         fuse_commit: commit a block and preview the next one in one pass.
         coreset: share an expert subset in a block, where the checkpoint has one.
     """
 
+    name: str | None = None
+    checkpoint: str | None = None
     block_length: int | None = None
     fuse_commit: bool = False
     coreset: bool = True
@@ -136,8 +140,9 @@ def local_backend(
     """A backend from a line such as `ar`, `block` or `block:threshold=0.8,block_length=16`.
 
     Args:
-        spec: a mode, then fields of `Decoder` and `SamplerConfig`; also the backend's name.
-        generator: the model; the spec's settings are applied to a variant of it.
+        spec: a mode, then fields of `Decoder` and `SamplerConfig`; also the backend's name, unless
+            one is among them.
+        generator: the model (of `checkpoint_of(spec)`); the settings apply to a variant of it.
         sampling: what the spec does not set.
         weights: from `fingerprint`.
         batch: rows answered together.
@@ -145,6 +150,29 @@ def local_backend(
     Raises:
         CloverError: another mode, an unknown setting, or a value out of range.
     """
+    mode, decoder, words = _parsed(spec)
+    sampling = override(sampling, words)
+    cfg = generator.cfg
+    if decoder.block_length is not None:
+        cfg = cfg.replace(block_length=decoder.block_length)
+    if not decoder.coreset:
+        cfg = cfg.replace(**{"moe.coreset": None})
+    variant = generator.variant(cfg=cfg, fuse_commit=decoder.fuse_commit or generator.fuse_commit)
+    return LocalBackend(decoder.name or spec, variant, mode, sampling, weights, batch)
+
+
+def checkpoint_of(spec: str) -> Path | None:
+    """The folder that a `local_backend` spec names, if it does.
+
+    Raises:
+        CloverError: see `local_backend`.
+    """
+    folder = _parsed(spec)[1].checkpoint
+    return None if folder is None else Path(folder)
+
+
+def _parsed(spec: str) -> tuple[Literal["ar", "block"], Decoder, list[str]]:
+    """Mode, how it is run, and the sampling settings that are left."""
     mode, _, rest = spec.partition(":")
     if mode not in ("ar", "block"):
         raise CloverError(
@@ -152,16 +180,9 @@ def local_backend(
             "block:threshold=0.8,block_length=16"
         )
     words = [word for word in rest.split(",") if word]
-    own = {field.name for field in dataclasses.fields(Decoder)}
-    decoder = override(Decoder(), [w for w in words if parse_setting(w)[0] in own])
-    sampling = override(sampling, [w for w in words if parse_setting(w)[0] not in own])
-    cfg = generator.cfg
-    if decoder.block_length is not None:
-        cfg = cfg.replace(block_length=decoder.block_length)
-    if not decoder.coreset:
-        cfg = cfg.replace(**{"moe.coreset": None})
-    variant = generator.variant(cfg=cfg, fuse_commit=decoder.fuse_commit or generator.fuse_commit)
-    return LocalBackend(spec, variant, mode, sampling, weights, batch)
+    fields = {field.name for field in dataclasses.fields(Decoder)}
+    own = [word for word in words if parse_setting(word)[0] in fields]
+    return mode, override(Decoder(), own), [word for word in words if word not in own]
 
 
 def fingerprint(folder: Path) -> str:

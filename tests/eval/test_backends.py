@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import time
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +67,9 @@ def test_specs(tokenizer):
     assert backend.generator.cfg == CFG.replace(block_length=4, **{"moe.coreset": None})
     assert backend.generator.fuse_commit and backend.mode == "block"
     assert backend.sampling == SamplerConfig(threshold=1.0, policy="entropy", steps=4, window=2)
+    named = "ar:checkpoint=some/folder,name=parent"
+    assert backends.checkpoint_of(named) == Path("some/folder")
+    assert local(tokenizer, named).name == "parent" and backends.checkpoint_of(spec) is None
     other = local(tokenizer, "block")
     assert other.settings() != backend.settings()
     assert other.settings() == local(tokenizer, "block:threshold=0.05").settings()
