@@ -100,6 +100,10 @@ def _run(argv: list[str]) -> int:
             from clover_jax.cli.train import train
 
             return train(command)
+        case commands.AblateList() | commands.AblateRun() | commands.AblateReport():
+            from clover_jax.cli.ablate import ablate
+
+            return ablate(command)
     return 0  # help was shown
 
 

@@ -249,19 +249,26 @@ def _expert_use(generator: Generator, config: CardConfig) -> Any:
     return (total / total.sum(1, keepdims=True)).tolist()
 
 
+def fingerprint(folder: Path) -> str:
+    """Digest of a checkpoint folder's weights.
+
+    Raises:
+        CloverError: it holds none.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CloverError(f"{folder} holds no safetensors: expected a checkpoint folder")
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
 def _fingerprints(folders: Mapping[str, Path]) -> str:
     """Says which weights the cells belong to."""
-    digests = {}
-    for name, folder in folders.items():
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise CloverError(f"{folder} holds no safetensors: expected a checkpoint folder")
-        digest = hashlib.sha256()
-        for path in files:
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        digests[name] = digest.hexdigest()
-    return json.dumps(digests, sort_keys=True)
+    found = {name: fingerprint(folder) for name, folder in folders.items()}
+    return json.dumps(found, sort_keys=True)
 
 
 class _Store:
