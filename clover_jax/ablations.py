@@ -128,7 +128,7 @@ _CONVERSION = (
     "run.data.mix.thinking_share=1.0",
     "run.loss.diffusion=1.0",
     "run.calibration_steps=40",
-    "measure.loss_batches=8",
+    "measure.loss_batches=16",
     "measure.n=64",
 )
 _SEEDS = (0, 1, 2)
