@@ -132,17 +132,29 @@ class Chat(ModelFlags):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eval(ModelFlags):
-    """Accuracy and tokens per forward pass on held-out problems of the built-in tasks.
+    """Ask several decoders, and servers, the same problems: accuracy, tokens per forward, speed.
 
-    Two more suites look at code. `infill` fills holes in held-out Python functions, with and
-    without what follows the hole, and runs them. `humaneval-loss` gives the loss on HumanEval's
-    solutions, causal and as the bound by denoising; their tests are never run. Needs the extra
-    `experiments`.
+    Suites: `quick` has 16 problems of every built-in family, A chat and reasoning, B linked
+    judgements, C text and code. Results go to DIR/results.jsonl with seeds and token ids, the
+    report to report.md and report.png; the same command goes on with an interrupted run, and adds
+    further backends to a finished one.
+
+    Three more suites look at one model each. `infill` fills holes in held-out Python functions,
+    with and without what follows the hole, and runs them. `humaneval-loss` gives the loss on
+    HumanEval's solutions, causal and as the bound by denoising; their tests are never run (needs
+    the extra `experiments`). `traces` gives the share of a file's conversations that are right.
 
     Attributes:
         suite: What to measure.
-        task: Task to measure (all of them by default).
-        n: Problems per task, or of the suite.
+        backend: A mode with settings, such as ar, block, block:threshold=0.8,block_length=16. By
+            default ar and block (quick: also at lower thresholds), or ar alone with --mode ar.
+        endpoint: OpenAI-compatible server, such as http://localhost:30000/v1,model=NAME. Further
+            settings: api=completions, batch, seconds, attempts, temperature; OPENAI_API_KEY is
+            sent if it is set.
+        out: Folder of the results; without it they are only printed.
+        oracle: Reference answers of each family that bound what any reveal rule could reach.
+        task: Family to ask (all of the suite by default).
+        n: Problems per family, or of the suite.
         split: Held-out part.
         batch: Problems answered together.
         judge: Of Python functions: run them in a confined process (Linux only), or read them with
@@ -153,10 +165,17 @@ class Eval(ModelFlags):
         file: JSONL file of traces: right calls and answers in every turn (traces only).
     """
 
-    suite: Literal["tasks", "infill", "humaneval-loss", "traces"] = "tasks"
+    suite: Literal["quick", "A", "B", "C", "infill", "humaneval-loss", "traces"] = "quick"
+    backend: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="MODE[:NAME=VALUE,...]")] = ()
+    endpoint: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="URL[,NAME=VALUE,...]")] = ()
+    out: Annotated[Path | None, _none("DIR")] = None
+    oracle: int = 8
     file: OptionalFile = None
     task: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
-    n: int = 100
+    n: Annotated[
+        int | None,
+        arg(metavar="INT", help_behavior_hint="(default: 16 quick, 300 A B C, else 100)"),
+    ] = None
     split: Literal["val", "test"] = "test"
     batch: int = 16
     judge: Literal["execution", "interpreter"] = "execution"

@@ -7,6 +7,7 @@ configurations, and arms of any ablation that train alike share one training.
 import dataclasses
 import hashlib
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,9 @@ from clover_jax.data import tasks
 from clover_jax.data.tasks import Item
 from clover_jax.diffusion.sampling_config import SamplerConfig
 from clover_jax.errors import CloverError
-from clover_jax.eval.card import fingerprint
+from clover_jax.eval.backends import fingerprint
+from clover_jax.eval.card import thinks
+from clover_jax.eval.harness import Problem, Task, Verdict
 from clover_jax.train.run_config import RunConfig, default_run
 
 PARTS = ("model.", "run.", "decode.", "sampler.", "measure.")
@@ -91,6 +94,21 @@ class Measurement:
         if task in LONG:
             return [LONG[task](random.Random(f"{task} {i}")) for i in range(self.n)]
         return tasks.eval_set(task, self.split, self.n)
+
+    def task(self, name: str) -> Task:
+        """A task as the harness asks it."""
+        items = self.items(name)
+        thinking = self.thinking and thinks(items[0].task)
+
+        def judge(problems: Sequence[Problem], texts: Sequence[str]) -> list[Verdict]:
+            scores = [
+                tasks.score(problem.reference, text, thinking=thinking)
+                for problem, text in zip(problems, texts, strict=True)
+            ]
+            return [Verdict(score.correct, score.format_valid) for score in scores]
+
+        problems = tuple(Problem(item.prompt, item) for item in items)
+        return Task(name, problems, judge, self.max_tokens, thinking)
 
 
 # --- what is to be run --------------------------------------------------------------------------

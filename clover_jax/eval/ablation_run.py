@@ -32,9 +32,9 @@ from clover_jax.diffusion.generate import Generator
 from clover_jax.diffusion.loss import LossConfig, as_arrays, training_loss
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
+from clover_jax.eval import harness
 from clover_jax.eval.ablation_plan import Plan, Training, plans
-from clover_jax.eval.card import thinks
-from clover_jax.eval.held_out import Answer, answer
+from clover_jax.eval.backends import LocalBackend
 from clover_jax.files import whole_file
 from clover_jax.model.leaves import leaf_kind
 from clover_jax.model.transformer import Params, param_specs
@@ -144,9 +144,10 @@ def check_same(path: Path, found: Sequence[Result], wanted: Sequence[Plan]) -> N
                 f"{path} has arm {result.arm!r}, seed {result.seed}, which the registry has not: "
                 "move the file away to run anew"
             )
-        if result.hash != plan.hash:
-            then, now = _flat(result.effective), _flat(plan.effective)
-            differ = sorted(k for k in then.keys() | now.keys() if then.get(k) != now.get(k))
+        then, now = _flat(result.effective), _flat(plan.effective)
+        # What the code had no field for then has its default now, or a setting says so.
+        differ = sorted(key for key in then if key not in now or then[key] != now[key])
+        if differ:
             raise CloverError(
                 f"{path} has arm {result.arm!r}, seed {result.seed} of another configuration "
                 f"({', '.join(differ[:4])}): repeat that one, or move the file away to run anew"
@@ -307,7 +308,9 @@ def _measured(ablation: Ablation, plan: Plan, model: Path) -> Result:
     tokenizer = Tokenizer.load(model)
     losses = _masked_losses(plan, params, tokenizer) if plan.measure.loss_batches else ()
     generator = Generator(plan.model, params, tokenizer=tokenizer, env=Env(rows="batched"))
-    answers = {task: _answers(plan, generator, task) for task in plan.measure.tasks}
+    m = plan.measure
+    backend = LocalBackend(plan.arm, generator, m.mode, plan.sampler, plan.weights, m.batch)
+    answers = _answers(plan, backend)
     return Result(
         ablation=ablation.id,
         arm=plan.arm,
@@ -323,28 +326,23 @@ def _measured(ablation: Ablation, plan: Plan, model: Path) -> Result:
     )
 
 
-def _answers(plan: Plan, generator: Generator, task: str) -> Answers:
-    m = plan.measure
-    items = m.items(task)
-    found: list[Answer] = answer(
-        generator,
-        items,
-        thinking=m.thinking and thinks(items[0].task),
-        mode=m.mode,
-        sampling=plan.sampler,
-        max_tokens=m.max_tokens,
-        batch=m.batch,
-    )
-    done = [a.completion for a in found]
-    experts = [np.mean(c.stats.experts_per_layer or (0.0,)) for c in done]
-    return Answers(
-        right="".join(str(int(a.score.correct)) for a in found),
-        stopped="".join(str(int(c.finish_reason == "stop")) for c in done),
-        tokens=tuple(c.stats.tokens for c in done),
-        forwards=tuple(c.stats.forwards for c in done),
-        experts=tuple(round(float(x), 2) for x in experts),
-        repetition=tuple(round(repetition(c.token_ids), 4) for c in done),
-    )
+def _answers(plan: Plan, backend: LocalBackend) -> dict[str, Answers]:
+    asked = [plan.measure.task(name) for name in plan.measure.tasks]
+    records = harness.run(asked, [backend], None)
+    found = {}
+    for name in plan.measure.tasks:
+        own = [record for record in records if record.task == name]
+        replies = [record.reply for record in own]
+        experts = [float(np.mean(reply.experts or (0.0,))) for reply in replies]
+        found[name] = Answers(
+            right="".join(str(int(record.verdict.correct)) for record in own),
+            stopped="".join(str(int(reply.finish == "stop")) for reply in replies),
+            tokens=tuple(reply.tokens for reply in replies),
+            forwards=tuple(reply.forwards or 0 for reply in replies),
+            experts=tuple(round(x, 2) for x in experts),
+            repetition=tuple(round(repetition(reply.token_ids or ()), 4) for reply in replies),
+        )
+    return found
 
 
 def repetition(tokens: Sequence[int]) -> float:
