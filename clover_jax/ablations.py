@@ -82,7 +82,7 @@ class Ablation:
         kind: `evaluate` measures the parent itself, `convert` trains from it first.
         settings: of all arms.
         seeds: of training; answers at temperature 0 have no randomness.
-        axes: metrics on the figure's axes.
+        axes: metrics (x, y) of the figure's panels, one for each set of tasks that claims name.
         needs: what the code lacks to run it; empty if nothing.
     """
 
@@ -94,7 +94,7 @@ class Ablation:
     kind: Literal["evaluate", "convert"]
     settings: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)
-    axes: tuple[Metric, Metric] = ("tpf", "accuracy")
+    axes: tuple[tuple[Metric, Metric], ...] = (("tpf", "accuracy"),)
     needs: str = ""
 
     def arm(self, name: str) -> Arm:
@@ -305,7 +305,7 @@ ABLATIONS = (
         ),
         kind="evaluate",
         settings=("measure.n=48",),
-        axes=("experts", "accuracy"),
+        axes=(("experts", "accuracy"),),
     ),
     Ablation(
         id="006_coreset_frozen",
@@ -322,7 +322,7 @@ ABLATIONS = (
         ),
         kind="evaluate",
         settings=("measure.n=48",),
-        axes=("experts", "accuracy"),
+        axes=(("experts", "accuracy"),),
         needs="a switch `frozen` of CoresetConfig: `moe` takes the membership [layers, rows, "
         "experts] of a block's first step in place of computing it, `preview` returns it, and "
         "`DecodeState` carries it, replaced where a row's step is 0",
@@ -366,7 +366,7 @@ ABLATIONS = (
             "measure.n=32",
             "measure.max_tokens=320",
         ),
-        axes=("tokens", "repetition"),
+        axes=(("tokens", "repetition"), ("tpf", "accuracy")),
     ),
     Ablation(
         id="008_thinking_ramp",
@@ -401,7 +401,7 @@ ABLATIONS = (
         ),
         kind="evaluate",
         settings=("measure.n=48",),
-        axes=("tokens", "accuracy"),
+        axes=(("tokens", "accuracy"),),
     ),
     Ablation(
         id="009_ar_loss",
@@ -461,7 +461,7 @@ ABLATIONS = (
         ),
         kind="evaluate",
         settings=("measure.n=48", "measure.loss_batches=8"),
-        axes=("masked_loss", "accuracy"),
+        axes=(("masked_loss", "accuracy"),),
     ),
 )
 

@@ -155,8 +155,8 @@ class Plan:
 
     @property
     def effective(self) -> dict[str, Any]:
-        """As JSON values."""
-        return msgspec.to_builtins(self)
+        """As it is read back from a file."""
+        return msgspec.json.decode(msgspec.json.encode(self))
 
     @property
     def hash(self) -> str:
@@ -170,8 +170,7 @@ class Plan:
 
 
 def _hash(value: Any) -> str:
-    # As from a file, where a tuple and a list are the same.
-    text = msgspec.json.encode(msgspec.to_builtins(value), order="deterministic")
+    text = msgspec.json.encode(value, order="deterministic")
     return hashlib.sha256(text).hexdigest()[:12]
 
 

@@ -87,7 +87,7 @@ def readme(ablation: Ablation, results: Sequence[Result], notes: str) -> str:
     ]
     if results:
         parts += [
-            f"![{_UNITS[ablation.axes[1]]} against {_UNITS[ablation.axes[0]]}]({FIGURE})",
+            f"![{'; '.join(f'{_UNITS[y]} against {_UNITS[x]}' for x, y in ablation.axes)}]({FIGURE})",
             *(_arms_table(ablation, results, tasks) for tasks in _groups(ablation)),
             _claims_table(ablation, results),
             "Differences are paired by problem. The intervals are of one comparison each: with "
@@ -187,17 +187,17 @@ def _plot(ablation: Ablation, results: Sequence[Result], path: Path) -> Path:
     """Every arm as a point with its intervals, one panel for each group of tasks."""
     pyplot = require_pyplot()
     groups = _groups(ablation)
-    x_metric, y_metric = ablation.axes
     figure, panels = pyplot.subplots(
         1, len(groups), figsize=(8, 4.6), layout="constrained", squeeze=False
     )
-    for axes, tasks in zip(panels[0], groups, strict=True):
+    for axes, tasks, metrics in zip(panels[0], groups, ablation.axes, strict=True):
+        x_metric, y_metric = metrics
         lines: dict[str, list[tuple[float, float]]] = {}
         for arm in ablation.arms:
             own = [r for r in results if r.arm == arm.name]
             if not own:
                 continue
-            x, y = (_scaled(m, value(own, m, tasks)) for m in ablation.axes)
+            x, y = (_scaled(m, value(own, m, tasks)) for m in metrics)
             lines.setdefault(arm.line or arm.name, []).append((x, y))
             low, high = (_scaled(y_metric, v) for v in interval(own, y_metric, tasks))
             place = list(lines).index(arm.line or arm.name)
@@ -212,10 +212,16 @@ def _plot(ablation: Ablation, results: Sequence[Result], path: Path) -> Path:
                 )  # fmt: skip
         for place, (name, points) in enumerate(lines.items()):
             marker = _MARKERS[place % len(_MARKERS)]
-            axes.plot(*zip(*points, strict=True), marker=marker, color=f"C{place}", label=name)
+            # A lone arm is hollow: another's point may lie under it.
+            face, size = ("none", 9) if len(points) == 1 else (f"C{place}", 6)
+            axes.plot(
+                *zip(*points, strict=True), marker=marker, color=f"C{place}", label=name,
+                markerfacecolor=face, markersize=size, zorder=4 if len(points) == 1 else 3,
+            )  # fmt: skip
         axes.set(xlabel=_UNITS[x_metric], ylabel=_UNITS[y_metric])
         if tasks:
             axes.set_title(", ".join(tasks), fontsize=9)
+        axes.margins(x=0.12)
         axes.grid(alpha=0.3)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)

@@ -156,7 +156,7 @@ def check_same(path: Path, found: Sequence[Result], wanted: Sequence[Plan]) -> N
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict):
-        return {prefix: list(tree) if isinstance(tree, tuple) else tree}
+        return {prefix: tree}
     found = {}
     for key, value in tree.items():
         found |= _flat(value, f"{prefix}.{key}" if prefix else key)

@@ -79,7 +79,8 @@ def difference(
     mean = float(np.mean(by_seed))
     if metric in ("accuracy", "stopped") and len(seeds) == 1:
         pairs = [
-            (list(a[:, 0] > 0), list(b[:, 0] > 0)) for a, b in zip(first[0], second[0], strict=True)
+            ((a[:, 0] > 0).tolist(), (b[:, 0] > 0).tolist())
+            for a, b in zip(first[0], second[0], strict=True)
         ]
         paired = paired_difference(pairs)
         low, high = paired.low, paired.high

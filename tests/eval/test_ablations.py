@@ -55,6 +55,7 @@ def test_an_ablation_is_whole(ablation: Ablation):
         assert {claim.arm, claim.base} <= set(names)
         if claim.metric == "masked_loss":
             assert any("loss_batches=" in s for s in ablation.settings)
+    assert len(ablation.axes) == len({claim.tasks for claim in ablation.claims})
     # A claim on trainings needs seeds to decide it.
     assert len(ablation.seeds) == (3 if ablation.kind == "convert" else 1)
     number, _, slug = ablation.id.partition("_")
