@@ -87,7 +87,7 @@ def readme(ablation: Ablation, results: Sequence[Result], notes: str) -> str:
     ]
     if results:
         parts += [
-            f"![{'; '.join(f'{_UNITS[y]} against {_UNITS[x]}' for x, y in ablation.axes)}]({FIGURE})",
+            f"![{'; '.join(f'{_UNITS[y]} by {_UNITS[x]}' for x, y in ablation.axes)}]({FIGURE})",
             *(_arms_table(ablation, results, tasks) for tasks in _groups(ablation)),
             _claims_table(ablation, results),
             "Differences are paired by problem. The intervals are of one comparison each: with "

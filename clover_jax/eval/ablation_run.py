@@ -258,13 +258,14 @@ def train(plan: Plan, parent: Path, folder: Path, clock: Clock, progress: Progre
             nonlocal shown
             if time.monotonic() - shown > 30 or line.step == line.steps:
                 shown = time.monotonic()
+                losses = [f"{k} {v:.3f}" for k, v in line.metrics.items() if k.endswith("loss")]
                 left = f"{line.seconds_left / 60:.1f} minutes left"
-                progress(f"step {line.step}/{line.steps}, loss {line.metrics['loss']:.3f}, {left}")
+                progress(f"step {line.step}/{line.steps}: {', '.join(losses)}, {left}")
             if line.step < line.steps:
                 clock.check()
 
         asked = dataclasses.replace(plan.training.run, start=str(start.absolute()))
-        return loop.train(asked, folder / "run", report=report, save_seconds=60)
+        return loop.train(asked, folder / "run", report=report, save_seconds=60.0)
 
 
 @contextlib.contextmanager

@@ -280,8 +280,8 @@ CONVERSION = Ablation(
 
 
 @pytest.mark.slow
-def test_a_conversion_from_start_to_page(model: Path, tmp_path: Path):
-    """Stopped by the clock in mid-training, resumed, measured; another process is kept out."""
+def test_a_conversion_is_stopped_and_resumed(measured: list[str], model: Path, tmp_path: Path):
+    """By the clock in mid-training; then its loss is measured. Another process is kept out."""
     steps: list[int] = []
 
     class OneLine(Clock):
