@@ -21,7 +21,8 @@ from clover_jax.files import whole_file
 FIGURE, NOTES = "figure.png", "notes.md"
 BEGIN, END = "<!-- ablations: written by `clover ablate report` -->", "<!-- end of ablations -->"
 PERCENT: tuple[Metric, ...] = ("accuracy", "repetition", "stopped")
-MINUTES_PER_TRAINING = 12  # of the 600 steps that ablations train, on 2 idle cores; measured
+# 600 steps of 1.1 s (experiments/train_speed, 16 rows, both views), calibration and compilation.
+MINUTES_PER_TRAINING = 15
 
 _UNITS = {
     "accuracy": "accuracy, %",
