@@ -11,7 +11,8 @@ SOURCES = sorted(
 LAYERS = [
     ("pallas_kernels",),
     ("clover_jax.errors", "clover_jax.files", "clover_jax.config", "clover_jax.presets",
-     "clover_jax.params", "clover_jax.env", "clover_jax.sharding", "clover_jax.cache"),
+     "clover_jax.ablations", "clover_jax.params", "clover_jax.env", "clover_jax.sharding",
+     "clover_jax.cache"),
     ("clover_jax.model",),
     ("clover_jax.data", "clover_jax.checkpoint"),
     ("clover_jax.diffusion",),

@@ -553,6 +553,61 @@ class TrainConvert(RunFlags):
     checkpoint: Annotated[Path, arg(metavar="DIR")]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AblateList:
+    """Every registered ablation: its question, how much of it was run, and the verdict.
+
+    Attributes:
+        experiments: Folder of the results, one subfolder per ablation.
+    """
+
+    experiments: Annotated[Path, arg(metavar="DIR")] = Path("experiments")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AblateRun:
+    """Run what is missing of an ablation; the same command goes on after an interruption.
+
+    Results go to results.jsonl in the ablation's folder, one line per arm and seed. Results of
+    another parent or of other settings are never mixed with them.
+
+    Attributes:
+        name: Number, slug, or both.
+        parent: Clover folder that is measured, or whose causal weights trainings start from.
+        arm: Only these arms (all by default).
+        seed: Only these seeds (all by default).
+        minutes: Stop after this time, between two steps or two arms.
+        experiments: Folder of the results, one subfolder per ablation.
+        trainings: Folder of the trainings.
+    """
+
+    name: Positional[str]
+    parent: Checkpoint = None
+    arm: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
+    seed: Annotated[UseAppendAction[tuple[int, ...]], arg(metavar="INT")] = ()
+    minutes: Annotated[float | None, _none("FLOAT")] = None
+    experiments: Annotated[Path, arg(metavar="DIR")] = Path("experiments")
+    trainings: Annotated[
+        Path | None, arg(metavar="DIR", help_behavior_hint="(default: in the user's cache)")
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AblateReport:
+    """Write README.md and figure.png of every ablation, and the index of all.
+
+    Attributes:
+        experiments: Folder of the results, one subfolder per ablation.
+    """
+
+    experiments: Annotated[Path, arg(metavar="DIR")] = Path("experiments")
+
+
+_AblateCommands = (
+    Annotated[AblateList, subcommand("list")]
+    | Annotated[AblateRun, subcommand("run")]
+    | Annotated[AblateReport, subcommand("report")]
+)  # fmt: skip
 _CheckpointCommands = (
     Annotated[CheckpointConvert, subcommand("convert")]
     | Annotated[CheckpointMerge, subcommand("merge")]
@@ -576,4 +631,5 @@ COMMANDS: Any = (
     | Annotated[_CheckpointCommands, subcommand("checkpoint", description="Rewrite folders.")]
     | Annotated[DataCheck, subcommand("data")]
     | Annotated[_TrainCommands, subcommand("train", description="Train models.")]
+    | Annotated[_AblateCommands, subcommand("ablate", description="Answer registered questions.")]
 )  # fmt: skip
