@@ -5,6 +5,8 @@ bound by. A differentiated call has many rows in every tile: where the gathered 
 one batched matmul does without the loop's many small operations.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,12 +77,12 @@ def _forward(
     return y, (backward, tile_expert, used)
 
 
-def _backward(saved: tuple, dy: Array) -> tuple:
-    *differentiable, tile_expert, used = saved
+def _backward(saved: Any, dy: Array) -> tuple:
+    *_, tile_expert, used = saved
     none = [np.zeros(a.shape, jax.dtypes.float0) for a in (tile_expert, used)]
-    if len(differentiable) == 1:
-        return *differentiable[0](dy), *none
-    return *_backward_one_by_one(*differentiable, tile_expert, used, dy), *none
+    if callable(saved[0]):
+        return *saved[0](dy), *none
+    return *_backward_one_by_one(*saved, dy), *none
 
 
 def _backward_one_by_one(
