@@ -28,6 +28,8 @@ class Env:
             `gather` at one token a row, else `grouped`; it looks at tokens per row only, so a
             row's path never depends on the batch size.
         moe_tile: rows of a grouped tile; None takes it from tokens per row and expert.
+        moe_chunk: tokens of a row that go through the experts at once, recomputed in the backward
+            pass; it bounds what dispatch keeps. None: all of them.
         impls: kernel op name -> implementation, for ops that should not use `auto`.
         remat: recompute each layer group in the backward pass.
         boundary_batch: noisy blocks served at once from their boundary states (memory).
@@ -39,6 +41,7 @@ class Env:
     rows: Literal["mapped", "batched"] = "batched"
     moe_path: Literal["auto", "gather", "grouped", "ragged", "dense"] = "auto"
     moe_tile: int | None = None
+    moe_chunk: int | None = None
     impls: tuple[tuple[str, Impl], ...] = ()
     remat: bool = False
     boundary_batch: int = 8

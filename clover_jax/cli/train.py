@@ -45,7 +45,7 @@ def train(flags: TrainPretrain | TrainConvert | TrainSft) -> int:
     if flags.dry_run:
         print("\n".join([*setting_lines(run), "", *_plan_lines(plan(run))]))
         return 0
-    env = env_of(flags, moe_tile=loop.MOE_TILE)
+    env = env_of(flags, moe_tile=loop.MOE_TILE, moe_chunk=loop.MOE_CHUNK)
     board = flags.out / "tensorboard" if flags.tensorboard else None
     with _deferred_interrupt() as check, _reporter() as show, _tensorboard(board) as chart:
 

@@ -173,15 +173,16 @@ def experts(
     what moves is rows x width twice. The other axes of the experts hold copies of the same rows,
     whose partial sums are added (case S1: a sum runs over the axes that split experts only).
     """
+    tokens = (x, expert, weight, valid)
     if env.mesh is None:
-        return f(x, expert, weight, valid, w_in, w_out)
+        return _in_chunks(lambda *a: f(*a, w_in, w_out), tokens, env.moe_chunk)
     rows = env.partition(("rows",), x.shape[:1])
     split = env.partition(("experts", None, None), w_in.shape)
     by_expert = axes_of(split[0])
     shared = tuple(a for a in axes_of(rows[0]) if a in by_expert)
     copies = tuple(a for a in by_expert if a not in shared)
 
-    def part(
+    def one(
         x: Array, expert: Array, weight: Array, valid: Array, w_in: Array, w_out: Array
     ) -> Array:
         if shared:
@@ -194,9 +195,30 @@ def experts(
             y = lax.psum(y, copies)
         return lax.psum_scatter(y, shared, scatter_dimension=0, tiled=True) if shared else y
 
+    def part(
+        x: Array, expert: Array, weight: Array, valid: Array, w_in: Array, w_out: Array
+    ) -> Array:
+        tokens = (x, expert, weight, valid)
+        return _in_chunks(lambda *a: one(*a, w_in, w_out), tokens, env.moe_chunk)  # pyright: ignore
+
     in_specs = (rows, rows, rows, rows, split, split)
     run = jax.shard_map(part, mesh=env.mesh, in_specs=in_specs, out_specs=rows, check_vma=False)
-    return run(x, expert, weight, valid, w_in, w_out)
+    return run(*tokens, w_in, w_out)
+
+
+def _in_chunks(f: Callable[..., Array], args: tuple[Array, ...], chunk: int | None) -> Array:
+    """`f` of args [rows, time, ...] on at most `chunk` tokens of each row at a time."""
+    rows, time = args[0].shape[:2]
+    if chunk is None or time <= chunk:
+        return f(*args)
+    extra = -time % chunk
+
+    def apart(a: Array) -> Array:
+        a = jnp.pad(a, ((0, 0), (0, extra), *((0, 0) for _ in a.shape[2:])))
+        return jnp.moveaxis(a.reshape(rows, -1, chunk, *a.shape[2:]), 1, 0)
+
+    y = lax.map(jax.checkpoint(lambda part: f(*part)), tuple(map(apart, args)))
+    return jnp.moveaxis(y, 0, 1).reshape(rows, time + extra, -1)[:, :time]
 
 
 def _one_kv_head(heads: int, kv_heads: int, env: Env) -> tuple[Any, Callable[[], Array] | None]:

@@ -32,6 +32,8 @@ from clover_jax.train.loop import ENV
 from clover_jax.train.step import OptimiserConfig, init_state, train_step
 from pallas_kernels.compat import MACHINES
 
+LOSS_CHUNK = 512  # positions whose logits exist at once on a device: 0.5 GB of 248,320 each
+
 
 def run(job: Job) -> CompiledPass:
     """Lower and compile the pass, and read the result."""
@@ -143,7 +145,7 @@ def _train_step(job: Job, cfg: ModelConfig, env: Env) -> Any:
         None,
         cfg=cfg.replace(dtype="float32"),
         env=dataclasses.replace(env, remat=True),
-        loss=LossConfig(),
+        loss=LossConfig(chunk=LOSS_CHUNK),
         optimiser=optimiser.rule,
         accumulate=job.accumulate,
         compute_dtype="bfloat16",

@@ -54,7 +54,8 @@ from clover_jax.train.run_config import LOG_EVERY, RunConfig
 from clover_jax.train.step import TrainState, init_state, train_step
 
 MOE_TILE = 128  # a batch gives every expert hundreds of rows
-ENV = Env(moe_tile=MOE_TILE)
+MOE_CHUNK = 2048  # tokens of a row: a device may get all that its group holds
+ENV = Env(moe_tile=MOE_TILE, moe_chunk=MOE_CHUNK)
 VALIDATION_BATCHES = 4
 
 

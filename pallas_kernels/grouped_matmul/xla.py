@@ -78,11 +78,12 @@ def _forward(
 
 
 def _backward(saved: Any, dy: Array) -> tuple:
-    *_, tile_expert, used = saved
+    *floats, tile_expert, used = saved
     none = [np.zeros(a.shape, jax.dtypes.float0) for a in (tile_expert, used)]
-    if callable(saved[0]):
-        return *saved[0](dy), *none
-    return *_backward_one_by_one(*saved, dy), *none
+    if len(floats) == 1:
+        return *floats[0](dy), *none
+    x, w_in, w_out = floats
+    return *_backward_one_by_one(x, w_in, w_out, tile_expert, used, dy), *none
 
 
 def _backward_one_by_one(
