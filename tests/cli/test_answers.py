@@ -238,6 +238,7 @@ def test_full_conversation_is_refused(model: Path, clover: Clover):
     assert ran.status == 2 and "--context" in ran.err
 
 
+@pytest.mark.slow
 def test_second_start_compiles_nothing(answer: dict, model: Path, cache_home: Path):
     """Both starts are new processes: earlier tests of this one may change programs' keys."""
     programs = cache_home / "clover_jax" / "compiled"

@@ -173,6 +173,7 @@ def test_second_interrupt_does_not_wait(
     assert ran.status == 130 and "last save" in ran.err
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_and_writes_nothing(clover: Clover, model: Path, tmp_path: Path):
     with unoptimised():
         ran = clover(

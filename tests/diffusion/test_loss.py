@@ -422,6 +422,7 @@ def measure(examples, change=None):
     return *compiled()(jax.tree.map(jnp.asarray, random_params(REAL)), batch), batch
 
 
+@pytest.mark.slow
 def test_a_batch_is_the_weighted_sum_of_its_halves():
     """Halves of unequal weight: sums and weights add up, means do not."""
     whole = measure(SPOKEN)

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from clover_jax.cache import empty_cache
 from clover_jax.diffusion.corrupt import Example, NoiseConfig, make_batch
@@ -53,6 +54,7 @@ def compiled(threshold: float):
     return jax.jit(call, compiler_options=QUICK)
 
 
+@pytest.mark.slow
 def test_what_is_left_is_what_one_preview_was_not_sure_of():
     examples = [sample(0, 5, 11), sample(1, 9, 3), sample(2, 3, 16)]
     batch = batch_of(examples, 1.0)

@@ -69,6 +69,7 @@ def test_a_compiler_that_is_not_installed(target, module, monkeypatch):
         compiled.check_target(target, (1, 2, 2))
 
 
+@pytest.mark.slow
 def test_what_the_worker_refuses_is_said():
     job = dataclasses.replace(JOB, mesh=(1, 3, 1))
     with pytest.raises(CloverError, match="could not be compiled for cpu: axis experts of size 8"):

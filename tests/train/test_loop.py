@@ -248,6 +248,7 @@ def test_the_loss_falls_on_a_repeated_batch(base):
     assert all(int(count) == STEPS for count in counts)
 
 
+@pytest.mark.slow
 def test_a_folder_is_trained_further(base, tmp_path):
     """The second run starts with the first one's weights and tokenizer, and ends better."""
     model, more = tmp_path / "run" / "model", dataclasses.replace(RUN, start=str(base / "model"))

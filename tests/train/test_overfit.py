@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from clover_jax.diffusion.corrupt import Example, NoiseConfig, make_batch
 from clover_jax.diffusion.loss import LossConfig, as_arrays
@@ -16,6 +17,7 @@ CFG = config(full_attention_interval=2, vocab_size=60).replace(num_layers=2, **{
 STEPS, COUNT = 200, 32
 
 
+@pytest.mark.slow
 def test_32_samples_are_learnt_by_heart():
     """Fresh noise every step, so every mask pattern is learnt, the whole block's included."""
     rng = np.random.default_rng(0)

@@ -110,6 +110,7 @@ MUON = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", (True, False))
 def test_muon_orthogonalises_each_matrix(stacked):
     """Its update of a projection, stacked or not, per head fan-in and per expert, is rate · 0.2 ·
