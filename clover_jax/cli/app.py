@@ -113,6 +113,10 @@ def _dispatch(command: Any) -> int:
             from clover_jax.cli.train import train
 
             return train(command)
+        case commands.AblateList() | commands.AblateRun() | commands.AblateReport():
+            from clover_jax.cli.ablate import ablate
+
+            return ablate(command)
     return 0  # help was shown
 
 

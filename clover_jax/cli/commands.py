@@ -149,17 +149,29 @@ class Chat(ModelFlags):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eval(ModelFlags):
-    """Accuracy and tokens per forward pass on held-out problems of the built-in tasks.
+    """Ask several decoders, and servers, the same problems: accuracy, tokens per forward, speed.
 
-    Two more suites look at code. `infill` fills holes in held-out Python functions, with and
-    without what follows the hole, and runs them. `humaneval-loss` gives the loss on HumanEval's
-    solutions, causal and as the bound by denoising; their tests are never run. Needs the extra
-    `experiments`.
+    Suites: `quick` has 16 problems of every built-in family, A chat and reasoning, B linked
+    judgements, C text and code. Results go to DIR/results.jsonl with seeds and token ids, the
+    report to report.md and report.png; the same command goes on with an interrupted run, and adds
+    further backends to a finished one.
+
+    Three more suites look at one model each. `infill` fills holes in held-out Python functions,
+    with and without what follows the hole, and runs them. `humaneval-loss` gives the loss on
+    HumanEval's solutions, causal and as the bound by denoising; their tests are never run (needs
+    the extra `experiments`). `traces` gives the share of a file's conversations that are right.
 
     Attributes:
         suite: What to measure.
-        task: Task to measure (all of them by default).
-        n: Problems per task, or of the suite.
+        backend: A mode with settings, such as ar, block, block:threshold=0.8,block_length=16. By
+            default ar and block (quick: also at lower thresholds), or ar alone with --mode ar.
+        endpoint: OpenAI-compatible server, such as http://localhost:30000/v1,model=NAME. Further
+            settings: api=completions, batch, seconds, attempts, temperature; OPENAI_API_KEY is
+            sent if it is set.
+        out: Folder of the results; without it they are only printed.
+        oracle: Reference answers of each family that bound what any reveal rule could reach.
+        task: Family to ask (all of the suite by default).
+        n: Problems per family, or of the suite.
         split: Held-out part.
         batch: Problems answered together.
         judge: Of Python functions: run them in a confined process (Linux only), or read them with
@@ -170,10 +182,17 @@ class Eval(ModelFlags):
         file: JSONL file of traces: right calls and answers in every turn (traces only).
     """
 
-    suite: Literal["tasks", "infill", "humaneval-loss", "traces"] = "tasks"
+    suite: Literal["quick", "A", "B", "C", "infill", "humaneval-loss", "traces"] = "quick"
+    backend: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="MODE[:NAME=VALUE,...]")] = ()
+    endpoint: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="URL[,NAME=VALUE,...]")] = ()
+    out: Annotated[Path | None, _none("DIR")] = None
+    oracle: int = 8
     file: OptionalFile = None
     task: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
-    n: int = 100
+    n: Annotated[
+        int | None,
+        arg(metavar="INT", help_behavior_hint="(default: 16 quick, 300 A B C, else 100)"),
+    ] = None
     split: Literal["val", "test"] = "test"
     batch: int = 16
     judge: Literal["execution", "interpreter"] = "execution"
@@ -532,6 +551,61 @@ class TrainConvert(RunFlags):
     checkpoint: Annotated[Path, arg(metavar="DIR")]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AblateList:
+    """Every registered ablation: its question, how much of it was run, and the verdict.
+
+    Attributes:
+        experiments: Folder of the results, one subfolder per ablation.
+    """
+
+    experiments: Annotated[Path, arg(metavar="DIR")] = Path("experiments")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AblateRun:
+    """Run what is missing of an ablation; the same command goes on after an interruption.
+
+    Results go to results.jsonl in the ablation's folder, one line per arm and seed. Results of
+    another parent or of other settings are never mixed with them.
+
+    Attributes:
+        name: Number, slug, or both.
+        parent: Clover folder that is measured, or whose causal weights trainings start from.
+        arm: Only these arms (all by default).
+        seed: Only these seeds (all by default).
+        minutes: Stop after this time, between two steps or two arms.
+        experiments: Folder of the results, one subfolder per ablation.
+        trainings: Folder of the trainings.
+    """
+
+    name: Positional[str]
+    parent: Checkpoint = None
+    arm: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
+    seed: Annotated[UseAppendAction[tuple[int, ...]], arg(metavar="INT")] = ()
+    minutes: Annotated[float | None, _none("FLOAT")] = None
+    experiments: Annotated[Path, arg(metavar="DIR")] = Path("experiments")
+    trainings: Annotated[
+        Path | None, arg(metavar="DIR", help_behavior_hint="(default: in the user's cache)")
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AblateReport:
+    """Write README.md and figure.png of every ablation, and the index of all.
+
+    Attributes:
+        experiments: Folder of the results, one subfolder per ablation.
+    """
+
+    experiments: Annotated[Path, arg(metavar="DIR")] = Path("experiments")
+
+
+_AblateCommands = (
+    Annotated[AblateList, subcommand("list")]
+    | Annotated[AblateRun, subcommand("run")]
+    | Annotated[AblateReport, subcommand("report")]
+)  # fmt: skip
 _CheckpointCommands = (
     Annotated[CheckpointConvert, subcommand("convert")]
     | Annotated[CheckpointMerge, subcommand("merge")]
@@ -555,4 +629,5 @@ COMMANDS: Any = (
     | Annotated[_CheckpointCommands, subcommand("checkpoint", description="Rewrite folders.")]
     | Annotated[DataCheck, subcommand("data")]
     | Annotated[_TrainCommands, subcommand("train", description="Train models.")]
+    | Annotated[_AblateCommands, subcommand("ablate", description="Answer registered questions.")]
 )  # fmt: skip

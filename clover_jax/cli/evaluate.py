@@ -1,25 +1,35 @@
-"""`clover eval`: the card's table, infilling, HumanEval's loss, and traces."""
+"""`clover eval`: the harness' suites, infilling, HumanEval's loss, and traces."""
 
 import dataclasses
+import json
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from clover_jax.cli.commands import Eval
-from clover_jax.cli.session import Session, open_session
-from clover_jax.data.tasks import TASKS
+from clover_jax.cli.session import Session, open_session, packaged_model
 from clover_jax.errors import CloverError
-from clover_jax.eval import execution, likelihood
-from clover_jax.eval.held_out import Result
-from clover_jax.eval.held_out import evaluate as measure
+from clover_jax.eval import execution, harness_report, likelihood, suites
+from clover_jax.eval.backends import (
+    LocalBackend,
+    endpoint_backend,
+    fingerprint,
+    local_backend,
+    oracle_bound,
+)
+from clover_jax.eval.card_report import require_pyplot
+from clover_jax.eval.harness import Backend, Task, run
 from clover_jax.eval.infilling import ArmResult, evaluate_infill
 from clover_jax.eval.traces import solve_traces
+from clover_jax.files import whole_file
 
-HEADER = (
-    "| task | mode | n | accuracy | 95 % | format | tokens | TPF previews | TPF |\n"
-    "|---|---|---|---|---|---|---|---|---|"
-)
+BACKENDS = ("ar", "block")
+QUICK = (*BACKENDS, "block:threshold=0.8", "block:threshold=0.5")
+OTHERS = 100  # problems of the suites that are not the harness'
+HARNESS_ONLY = ("backend", "endpoint", "out", "task")
 INFILL_HEADER = (
     "| hole filled by | n | runs right | 95 % | exact | forwards | gain of right context (95 %) |\n"
     "|---|---|---|---|---|---|---|"
@@ -32,19 +42,18 @@ LOSS_HEADER = "| loss | nats/token | bits/byte |\n|---|---|---|"
 
 
 def evaluate(flags: Eval) -> int:
-    """Prints a Markdown table or JSON lines; returns the exit status."""
-    unknown = [task for task in flags.task if task not in TASKS]
-    if unknown:
-        raise CloverError(f"--task is {unknown[0]!r}: expected one of {', '.join(TASKS)}")
-    if flags.task and flags.suite != "tasks":
-        raise CloverError(f"--task is given with --suite {flags.suite}: choose one")
+    """Prints Markdown tables or JSON lines; returns the exit status."""
     if (flags.file is None) != (flags.suite != "traces"):
         raise CloverError("--file is of --suite traces: give both, or neither")
-    if flags.n < 1:
+    if flags.n is not None and flags.n < 1:
         raise CloverError(f"--n is {flags.n}: expected at least 1")
+    if flags.suite in ("quick", "A", "B", "C"):
+        _harness(flags, flags.suite)
+        return 0
+    for name in HARNESS_ONLY:
+        if getattr(flags, name):
+            raise CloverError(f"--{name} is given with --suite {flags.suite}: choose one")
     match flags.suite:
-        case "tasks":
-            _tasks(flags)
         case "infill":
             _infill(flags)
         case "humaneval-loss":
@@ -54,27 +63,88 @@ def evaluate(flags: Eval) -> int:
     return 0
 
 
-def _tasks(flags: Eval) -> None:
-    chosen = flags.task or TASKS
-    if flags.judge == "execution" and "python_function" in chosen:
+def _harness(flags: Eval, suite: suites.Suite) -> None:
+    if flags.out is not None:
+        require_pyplot()  # before minutes of measuring
+    if flags.oracle < 0:
+        raise CloverError(f"--oracle is {flags.oracle}: expected at least 0")
+    chosen = suites.suite(
+        suite, n=flags.n, families=flags.task, split=flags.split, thinking=not flags.no_thinking,
+        judge=flags.judge, max_tokens=flags.max_tokens or suites.MAX_TOKENS,
+    )  # fmt: skip
+    if flags.judge == "execution" and any(task.name == "python_function" for task in chosen):
         execution.require_confinement()
+    backends = _backends(flags)
+    records = run(
+        chosen, backends, flags.out, seed=flags.seed,
+        progress=lambda line: print(line, end="\033[K\r", file=sys.stderr),
+    )  # fmt: skip
+    settings = {backend.name: backend.settings() for backend in backends}
+    found = harness_report.report(records, settings, _oracle(flags, backends, chosen))
+    text = harness_report.markdown(found)
+    if flags.out is not None:
+        with whole_file(flags.out / "report.md") as building:
+            building.write_text(text)
+        harness_report.plot(found, flags.out / "report.png")
+    if flags.json:
+        for summary in found.summaries:
+            _line(flags, summary, "")
+    else:
+        print(text, end="")
+
+
+def _backends(flags: Eval) -> list[Backend]:
+    usual = QUICK if flags.suite == "quick" and not flags.task else BACKENDS
+    specs = flags.backend or (("ar",) if flags.mode == "ar" else usual)
+    if flags.endpoint and not flags.backend:
+        specs = ()
     session = open_session(flags)
-    _header(flags, HEADER)
-    for task in chosen:
-        result = measure(
-            session.generator,
-            task,
-            n=flags.n,
-            split=flags.split,
-            thinking=not flags.no_thinking,
-            mode=flags.mode,
-            sampling=session.sampling,
-            max_tokens=flags.max_tokens or 160,
-            batch=flags.batch,
-            judge=flags.judge,
-            progress=lambda done, task=task: _progress(task, done),
+    weights = fingerprint(flags.checkpoint or packaged_model())
+    found: list[Backend] = [
+        local_backend(
+            spec, session.generator, sampling=session.sampling, weights=weights, batch=flags.batch
         )
-        _line(flags, result, _row(result))
+        for spec in specs
+    ]
+    return found + [endpoint_backend(spec, session.tokenizer) for spec in flags.endpoint]
+
+
+def _oracle(flags: Eval, backends: Sequence[Backend], chosen: Sequence[Task]) -> list[str]:
+    """A line for each model that some backend runs in blocks; kept in the folder."""
+    path = None if flags.out is None else flags.out / "oracle.json"
+    known: dict[str, Any] = _read_json(path) if path is not None and path.exists() else {}
+    lines = []
+    for backend in backends:
+        if not (isinstance(backend, LocalBackend) and backend.mode == "block" and flags.oracle):
+            continue
+        own = backend.settings()
+        prompts = [task.settings()["problems"] for task in chosen]
+        key = json.dumps([own["weights"], own["config"], flags.oracle, prompts])
+        length = backend.generator.cfg.block_length
+        if key not in known:
+            print("oracle bound", end="\033[K\r", file=sys.stderr)
+            bound = oracle_bound(backend, chosen, flags.oracle)
+            known[key] = None if bound is None else dataclasses.asdict(bound)
+            if path is not None:
+                with whole_file(path) as building:
+                    building.write_text(json.dumps(known) + "\n")
+        bound = known[key]
+        if bound is not None:
+            line = (
+                f"Oracle (every right guess revealed, however unsure), blocks of {length}: "
+                f"{bound['tpf_previews']:.2f} tokens per preview and "
+                f"{100 * bound['solved'] / bound['answers']:.1f} % of {bound['answers']} reference "
+                "answers without a miss."
+            )
+            lines += [line] if line not in lines else []
+    return lines
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CloverError(f"{path} cannot be read: {error}; remove it") from None
 
 
 def _infill(flags: Eval) -> None:
@@ -82,7 +152,7 @@ def _infill(flags: Eval) -> None:
     session = open_session(flags)
     results = evaluate_infill(
         session.generator,
-        n=flags.n,
+        n=flags.n or OTHERS,
         split=flags.split,
         length=flags.hole,
         place=flags.place,
@@ -96,7 +166,7 @@ def _infill(flags: Eval) -> None:
 
 
 def _humaneval_loss(flags: Eval) -> None:
-    texts = likelihood.human_eval()[: flags.n]
+    texts = likelihood.human_eval()[: flags.n or OTHERS]
     session: Session = open_session(flags)
     report = likelihood.loss_on(
         session.generator,
@@ -153,15 +223,6 @@ def _traces(flags: Eval) -> None:
         result,
         f"| {result.mode} | {result.n} | {100 * result.solved:.1f} % "
         f"| {100 * result.low:.1f}-{100 * result.high:.1f} | {turns} | {result.tpf:.2f} |",
-    )
-
-
-def _row(r: Result) -> str:
-    previews = "-" if r.tpf_previews is None else f"{r.tpf_previews:.2f}"
-    return (
-        f"| {r.task} | {r.mode} | {r.n} | {100 * r.accuracy:.1f} % "
-        f"| {100 * r.low:.1f}-{100 * r.high:.1f} | {100 * r.format_valid:.0f} % "
-        f"| {r.tokens:.1f} | {previews} | {r.tpf:.2f} |"
     )
 
 

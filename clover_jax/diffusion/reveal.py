@@ -1,14 +1,17 @@
 """One denoising step's choice: which token each position would take, and which to fix.
 
 Low confidence: reveal every candidate whose confidence exceeds the threshold, and if there is none
-exactly the most confident one, so that a block of n positions ends within n steps.
+exactly the most confident one, so that a block of n positions ends within n steps. The rivals
+change which come first (entropy, margin, leftmost), how many a step reveals at least (a static
+schedule), and how far right they may lie (a window). Dream's rule is the entropy order with a
+schedule; LLaDA's the confidence order with a schedule and a window.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, Key
 
-from clover_jax.diffusion.sampling_config import SamplerParams
+from clover_jax.diffusion.sampling_config import Policy, SamplerParams
 
 
 def position_keys(
@@ -75,32 +78,106 @@ def choose_tokens(
     return tokens, jnp.exp(_log_probability(confidence_logits, tokens)), log_probability
 
 
+def order_scores(
+    processed: Float[Array, "rows block vocab"],
+    confidence: Float[Array, "rows block"],
+    policy: Policy,
+) -> Float[Array, "rows block"]:
+    """How early each position comes under a policy: the highest score first.
+
+    Args:
+        processed: P, from `penalties.process_logits`.
+        confidence: from `choose_tokens`.
+        policy: `low_confidence` is the confidence itself; `entropy` minus the entropy of softmax(P)
+            in nats; `margin` the difference of its two largest shares; `leftmost` minus the
+            position.
+    """
+    match policy:
+        case "low_confidence":
+            return confidence
+        case "entropy":
+            log_p = jax.nn.log_softmax(processed, axis=-1)
+            p = jnp.exp(log_p)
+            return jnp.where(p > 0, p * log_p, 0.0).sum(-1)
+        case "margin":
+            share = jax.nn.softmax(processed, axis=-1)
+            best = jnp.argmax(share, axis=-1)[..., None]
+            others = jnp.arange(share.shape[-1], dtype=best.dtype)[None, None] != best
+            return share.max(-1) - jnp.where(others, share, 0.0).max(-1)
+        case "leftmost":
+            places = jnp.arange(confidence.shape[1], dtype=confidence.dtype)
+            return jnp.broadcast_to(-places[None], confidence.shape)
+
+
+def schedule(
+    masked: Bool[Array, "rows block"],
+    valid: Bool[Array, "rows block"],
+    step: Int[Array, " rows"],
+    n_valid: Int[Array, " rows"],
+    params: SamplerParams,
+) -> tuple[Bool[Array, "rows block"], Int[Array, " rows"]]:
+    """Which valid positions are open in this step, and how many it reveals at least.
+
+    The block is cut into windows. Open is the one that holds the first candidate; window j of w is
+    due by step (j + 1) · steps // w, and each step reveals an even share of its masks, rounded up
+    (LLaDA's split, where they divide). Masks right of a stop count in the share, so that a stop
+    does not slow down what is left of it.
+
+    Args:
+        masked: positions not yet revealed.
+        valid: positions that may be revealed, `stop.candidates`.
+        step: denoising steps made in this block.
+        n_valid: positions that exist.
+        params: `steps` and `window`, 0 for no schedule and for one window.
+    """
+    block = masked.shape[1]
+    places = jnp.arange(block, dtype=jnp.int32)[None]
+    width = jnp.where(params.window > 0, jnp.minimum(params.window, block), block)
+    first = jnp.argmax(masked & valid, axis=-1).astype(jnp.int32)
+    window = first // width
+    inside = places // width[:, None] == window[:, None]
+    windows = (block + width - 1) // width
+    left = jnp.maximum((window + 1) * params.steps // windows - step, 1)
+    masks = (masked & inside & (places < n_valid[:, None])).sum(-1, dtype=jnp.int32)
+    share = (masks + left - 1) // left
+    return valid & inside, jnp.where(params.steps > 0, jnp.maximum(share, 1), 1)
+
+
 def reveal_mask(
     masked: Bool[Array, "rows block"],
     confidence: Float[Array, "rows block"],
     valid: Bool[Array, "rows block"],
     threshold: Float[Array, " rows"],
+    score: Float[Array, "rows block"] | None = None,
+    at_least: Int[Array, " rows"] | None = None,
 ) -> tuple[Bool[Array, "rows block"], Bool[Array, " rows"]]:
     """Positions to fix in this step, never one that is fixed already.
 
     Args:
         masked: positions not yet revealed.
         confidence: from `choose_tokens`.
-        valid: positions that may be revealed, `stop.candidates`.
+        valid: positions that may be revealed, `stop.candidates` or `schedule`'s.
         threshold: per row; confidence must exceed it strictly.
+        score: `order_scores`; the confidence if None.
+        at_least: from `schedule`; 1 if None.
 
     Returns:
-        reveal: every candidate above the threshold; if there is none the most confident candidate
-            (lowest position on ties); nothing in a row without candidates.
+        reveal: every candidate above the threshold; where these are fewer than `at_least`, also
+            that many candidates of the highest score (lowest position on ties); nothing in a row
+            without candidates.
         error: rows where a candidate's confidence is NaN; nothing is revealed there.
     """
     candidate = masked & valid
     error = (candidate & jnp.isnan(confidence)).any(-1)
     above = candidate & (confidence > threshold[:, None])
-    best = jnp.argmax(jnp.where(candidate, confidence, -1), axis=-1).astype(jnp.int32)
-    # Where any candidate is above the threshold the best one is too, so it never adds a second.
-    forced = candidate & (jnp.arange(masked.shape[1], dtype=jnp.int32)[None] == best[:, None])
-    return (above | forced) & ~error[:, None], error
+    score = confidence if score is None else score
+    least = jnp.ones_like(error, jnp.int32) if at_least is None else at_least
+    place = jnp.arange(masked.shape[1], dtype=jnp.int32)
+    tied = (score[:, None] == score[:, :, None]) & (place[None] < place[:, None])[None]
+    ahead = ((score[:, None] > score[:, :, None]) | tied) & candidate[:, None]
+    forced = candidate & (ahead.sum(-1, dtype=jnp.int32) < least[:, None])
+    few = above.sum(-1, dtype=jnp.int32) < least
+    return (above | (forced & few[:, None])) & ~error[:, None], error
 
 
 def _draw(

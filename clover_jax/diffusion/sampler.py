@@ -29,8 +29,14 @@ from clover_jax.diffusion.ramps import (
     ramp_bias,
     start_response,
 )
-from clover_jax.diffusion.reveal import choose_tokens, position_keys, reveal_mask
-from clover_jax.diffusion.sampling_config import SamplerParams, SamplerStructure
+from clover_jax.diffusion.reveal import (
+    choose_tokens,
+    order_scores,
+    position_keys,
+    reveal_mask,
+    schedule,
+)
+from clover_jax.diffusion.sampling_config import Policy, SamplerParams, SamplerStructure
 from clover_jax.diffusion.stop import block_finished, candidates, counting, first_stop
 from clover_jax.env import Env
 from clover_jax.model import transformer
@@ -278,11 +284,14 @@ def decode_step(
     raw = forbid(logits, rules.forbidden) if loop.structure.confidence == "raw" else None
     keys = position_keys(state.seed, state.sample_index, length, step, loop.block)
     choice = (processed, keys, sampling, raw)
-    guess, confidence, logprob = (
-        _by_row(choose_tokens, choice) if loop.by_row else choose_tokens(*choice)
+    choose = functools.partial(_choose, policy=loop.structure.policy)
+    guess, confidence, logprob, score = _by_row(choose, choice) if loop.by_row else choose(*choice)
+    open_positions, at_least = schedule(
+        masked, candidates(masked, stop, n_valid), step, n_valid, sampling
     )
-    open_positions = candidates(masked, stop, n_valid)
-    reveal, error = reveal_mask(masked, confidence, open_positions, sampling.threshold)
+    reveal, error = reveal_mask(
+        masked, confidence, open_positions, sampling.threshold, score, at_least
+    )
     canvas = Canvas(
         tokens=jnp.where(reveal, guess, canvas.tokens),
         masked=masked & ~reveal,
@@ -293,7 +302,7 @@ def decode_step(
     )
     margin = state.margin
     if loop.margins:
-        near = _margin(processed, guess, confidence, open_positions, sampling, stats)
+        near = _margin(processed, guess, confidence, score, open_positions, reveal, sampling, stats)
         margin = jnp.minimum(margin, jnp.where(running, near, jnp.inf))
 
     # Close.
@@ -320,6 +329,14 @@ def decode_step(
         counters=_count(state.counters, running, commits, stats, loop),
         margin=margin,
     )
+
+
+def _choose(
+    processed: Array, keys: Array, sampling: SamplerParams, raw: Array | None, policy: Policy
+) -> tuple[Array, Array, Array, Array]:
+    """Token, confidence, log-probability and order score of every position."""
+    guess, confidence, logprob = choose_tokens(processed, keys, sampling, raw)
+    return guess, confidence, logprob, order_scores(processed, confidence, policy)
 
 
 def _by_row(f: Any, args: Any) -> Any:
@@ -433,14 +450,16 @@ def _margin(
     processed: Array,
     guess: Array,
     confidence: Array,
+    score: Array,
     candidate: Array,
+    reveal: Array,
     sampling: SamplerParams,
     stats: StackStats | None,
 ) -> Float[Array, " rows"]:
     """How near each row was to another decision, 0 for a row that samples.
 
-    The smallest of: top-2 logit gap, |confidence - threshold|, gap between the two most confident
-    positions where one is forced, router and coreset gaps.
+    The smallest of: top-2 logit gap, |confidence - threshold|, gap of the order scores between what
+    is revealed without being above the threshold and what stays masked, router and coreset gaps.
     """
     ids = jnp.arange(processed.shape[-1], dtype=jnp.int32)
     rest = jnp.where(ids[None, None] == guess[..., None], -jnp.inf, processed).max(-1)
@@ -448,12 +467,10 @@ def _margin(
     above = confidence - sampling.threshold[:, None]
     near = jnp.minimum(best - rest, jnp.abs(above))
     near = jnp.where(candidate, near, jnp.inf).min(-1)
-    # A step without a confident position reveals the best one; a draw can turn on any last bit.
-    ranked = -jnp.sort(jnp.where(candidate, -confidence, jnp.inf), axis=-1)
-    forced = ~(candidate & (above > 0)).any(-1)
-    if ranked.shape[-1] > 1:
-        near = jnp.where(forced, jnp.minimum(near, ranked[:, 0] - ranked[:, 1]), near)
-    near = jnp.where(sampling.temperature > 0, 0.0, near)
+    last = jnp.where(reveal & (above <= 0), score, jnp.inf).min(-1)
+    next_one = jnp.where(candidate & ~reveal, score, -jnp.inf).max(-1)
+    near = jnp.minimum(near, last - next_one)
+    near = jnp.where(sampling.temperature > 0, 0.0, near)  # a draw can turn on any last bit
     if stats is not None:
         router = jnp.minimum(stats.router.margin, stats.router.coreset_margin)
         near = jnp.minimum(near, router.min(0))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from clover_jax.errors import CloverError
 
-Policy = Literal["low_confidence"]
+Policy = Literal["low_confidence", "entropy", "margin", "leftmost"]
 Confidence = Literal["processed", "raw"]
 
 LARGEST = 1e6  # bound of every number: logits with any mix of penalties and ramps stay finite
@@ -59,7 +59,7 @@ class SamplerConfig:
     Attributes:
         threshold: masked candidates with a confidence strictly above it are revealed together. A
             confidence is at most 1, so a threshold of 1 or more reveals exactly one position per
-            step; 0 reveals everything in one step.
+            step (with `steps`: exactly the schedule's); 0 reveals everything in one step.
         temperature: 0 takes the argmax; above 0 a token is drawn from softmax(P / temperature).
         top_k: draw among the k best ids only; 0 is off.
         top_p: then draw among the fewest ids that reach this share; 1 is off.
@@ -70,7 +70,14 @@ class SamplerConfig:
             and ramps, `raw` before them (forbidden ids excluded in both).
         response_ramp: bias on the stop ids by index in the answer.
         thinking_ramp: bias on the close-thinking id by index in the thinking.
-        policy: which positions a step reveals.
+        policy: which positions come first where the threshold reveals too few: those of the
+            highest confidence, of the lowest entropy of softmax(P) (Dream), of the largest margin
+            between its two best tokens, or the leftmost.
+        steps: previews in which a block is revealed at the latest: every step reveals at least an
+            even share of the masks that are left. 0 is off: at least one position a step.
+        window: only the leftmost so many positions of a block that are not all revealed are open,
+            block after block inside the block (LLaDA's semi-autoregressive order), each with its
+            share of the steps. 0 is off.
 
     Raises:
         CloverError: a field has the wrong type or lies outside its range.
@@ -87,12 +94,16 @@ class SamplerConfig:
     response_ramp: RampConfig | None = None
     thinking_ramp: RampConfig | None = None
     policy: Policy = "low_confidence"
+    steps: int = 0
+    window: int = 0
 
     def __post_init__(self) -> None:
         _check_float(self, "threshold", smallest=0.0)
         _check_float(self, "temperature", smallest=0.0)
         _check_int(self, "top_k", largest=2**30)
         _check_float(self, "top_p", smallest=1 / LARGEST, largest=1.0)
+        _check_int(self, "steps", largest=2**15)
+        _check_int(self, "window", largest=2**15)
         _check_float(self, "presence", smallest=-LARGEST)
         _check_float(self, "frequency", smallest=-LARGEST)
         _check_float(self, "repetition", smallest=1 / LARGEST)
@@ -155,6 +166,8 @@ class SamplerParams(NamedTuple):
     repetition: Float[Array, " rows"]
     response_ramp: RampParams
     thinking_ramp: RampParams
+    steps: Int[Array, " rows"]
+    window: Int[Array, " rows"]
 
 
 def sampler_params(configs: Sequence[SamplerConfig]) -> SamplerParams:
@@ -183,6 +196,8 @@ def sampler_params(configs: Sequence[SamplerConfig]) -> SamplerParams:
         repetition=floats("repetition"),
         response_ramp=_ramp_params([config.response_ramp for config in configs]),
         thinking_ramp=_ramp_params([config.thinking_ramp for config in configs]),
+        steps=jnp.asarray([config.steps for config in configs], jnp.int32),
+        window=jnp.asarray([config.window for config in configs], jnp.int32),
     )
 
 
@@ -205,7 +220,9 @@ _COMMON = {
     "frequency": "frequency_penalty",
     "repetition": "repetition_penalty",
 }
-_OWN = ("threshold", "confidence", "policy", "response_ramp", "thinking_ramp")
+_OWN = (
+    "threshold", "confidence", "policy", "response_ramp", "thinking_ramp", "steps", "window"
+)  # fmt: skip
 
 
 def from_generation_config(fields: object) -> SamplerConfig:

@@ -10,8 +10,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -21,6 +20,7 @@ from clover_jax.cache import DecodeCache, empty_cache
 from clover_jax.diffusion.generate import Completion, Generator, Request, compiled_prefill
 from clover_jax.diffusion.sampler import Canvas, ModelPasses, blank_canvas
 from clover_jax.errors import CloverError
+from clover_jax.eval.compilations import compilations
 from clover_jax.verify.rivals import Rival
 
 PREFILL_TOKENS = 512
@@ -201,19 +201,19 @@ def bench(
     theirs: dict[str, _RivalSamples] = {rival.name: _RivalSamples() for rival in rivals}
     compiled = 0
     for r in range(rounds + 1):
-        with _count_compilations() as count:
-            for b in batches:
-                for v in variants:
-                    progress(f"round {r}/{rounds}: batch {b}, {v.name}")
-                    _decode(runners[v], v, filled[b], samples[v, b])
-                progress(f"round {r}/{rounds}: batch {b}, single passes")
-                for name, ms in _time_passes(generator, filled[b]).items():
-                    passes[b].setdefault(name, []).append(ms)
-            for rival in rivals:
-                progress(f"round {r}/{rounds}: {rival.name}")
-                answer = samples[variants[0], 1].done[0].token_ids
-                theirs[rival.name].measure(rival, requests[0].prompt, len(answer), cfg.vocab_size)
-        compiled += count() if r else 0
+        before = compilations()
+        for b in batches:
+            for v in variants:
+                progress(f"round {r}/{rounds}: batch {b}, {v.name}")
+                _decode(runners[v], v, filled[b], samples[v, b])
+            progress(f"round {r}/{rounds}: batch {b}, single passes")
+            for name, ms in _time_passes(generator, filled[b]).items():
+                passes[b].setdefault(name, []).append(ms)
+        for rival in rivals:
+            progress(f"round {r}/{rounds}: {rival.name}")
+            answer = samples[variants[0], 1].done[0].token_ids
+            theirs[rival.name].measure(rival, requests[0].prompt, len(answer), cfg.vocab_size)
+        compiled += compilations() - before if r else 0
     for seen in samples.values():
         del seen.first[0], seen.decode[0]
     median = lambda values: statistics.median(values[1:])
@@ -384,25 +384,6 @@ def _fused(
         params, tokens, n_commit, canvas, n_valid, cache, step
     )
     return cache, logits
-
-
-@contextmanager
-def _count_compilations() -> Iterator[Callable[[], int]]:
-    """Counts the programs that are compiled inside; read it when the block has ended."""
-    seen: list[str] = []
-
-    def note(event: str, duration_secs: float, **_: Any) -> None:
-        del duration_secs
-        if active and event == "/jax/core/compile/backend_compile_duration":
-            seen.append(event)
-
-    active = True
-    # JAX has no public way to take a listener off again: this one goes quiet instead.
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        yield lambda: len(seen)
-    finally:
-        active = False
 
 
 def _peak_memory() -> tuple[int, str]:

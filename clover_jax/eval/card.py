@@ -5,7 +5,6 @@ Arms share their problems, so differences are paired. Each finished cell is one 
 """
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from clover_jax.diffusion.loss import as_arrays
 from clover_jax.diffusion.sampling_config import SamplerConfig
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
+from clover_jax.eval.backends import fingerprint
 from clover_jax.eval.held_out import answer
 from clover_jax.eval.replay import reference_blocks, replay
 from clover_jax.files import whole_file
@@ -251,16 +251,7 @@ def _expert_use(generator: Generator, config: CardConfig) -> Any:
 
 def _fingerprints(folders: Mapping[str, Path]) -> str:
     """Says which weights the cells belong to."""
-    digests = {}
-    for name, folder in folders.items():
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise CloverError(f"{folder} holds no safetensors: expected a checkpoint folder")
-        digest = hashlib.sha256()
-        for path in files:
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        digests[name] = digest.hexdigest()
+    digests = {name: fingerprint(folder) for name, folder in folders.items()}
     return json.dumps(digests, sort_keys=True)
 
 

@@ -8,8 +8,6 @@ very tokens that it returned, so that a different choice ends nothing.
 import dataclasses
 import json
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,11 +16,11 @@ import numpy as np
 from clover_jax.config import ModelConfig
 from clover_jax.data.tokenizer import Tokenizer
 from clover_jax.errors import CloverError
+from clover_jax.eval.openai_api import SHOWN, RefusedError, post
 from clover_jax.model.transformer import Params
 from clover_jax.verify.limits import log_softmax
 from clover_jax.verify.ours import CausalPasses
 
-_SHOWN = 300  # characters of a server's complaint that are shown
 _TOKEN_ID = re.compile(r"token_id:(\d+)")
 
 
@@ -94,12 +92,12 @@ def ask(
         "return_tokens_as_token_ids": True,  # vLLM; others ignore it
     }  # fmt: skip
     try:
-        reply = _post(f"{url.rstrip('/')}/completions", body, seconds)
-    except _RefusedError:  # no echo, or no id tokens: ask for less
+        reply = post(f"{url.rstrip('/')}/completions", body, seconds=seconds)
+    except RefusedError:  # no echo, or no id tokens: ask for less
         body = {k: v for k, v in body.items() if k not in ("echo", "return_tokens_as_token_ids")}
         try:
-            reply = _post(f"{url.rstrip('/')}/completions", body, seconds)
-        except _RefusedError as refused:
+            reply = post(f"{url.rstrip('/')}/completions", body, seconds=seconds)
+        except RefusedError as refused:
             raise CloverError(f"{url} refuses: {refused}") from None
     found = _tokens(reply, url)
     ids = [_token_id(token, tokenizer, url) for token, _ in found]
@@ -161,28 +159,6 @@ def compare_endpoint(
     return rows
 
 
-class _RefusedError(Exception):
-    """The server answered with an error."""
-
-
-def _post(url: str, body: dict[str, Any], seconds: float) -> Any:
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=seconds) as reply:
-            return json.loads(reply.read())
-    except urllib.error.HTTPError as error:
-        text = error.read().decode(errors="replace")[:_SHOWN]
-        raise _RefusedError(f"status {error.code}: {text}") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise CloverError(
-            f"{url} cannot be asked: {reason}; expected the base of an OpenAI-compatible API, "
-            "such as http://localhost:30000/v1"
-        ) from None
-
-
 def _tokens(reply: Any, url: str) -> list[tuple[Any, float | None]]:
     """(token, log-probability) of a completion, in either form of the API."""
     try:
@@ -192,7 +168,7 @@ def _tokens(reply: Any, url: str) -> list[tuple[Any, float | None]]:
         texts, values = logprobs["tokens"], logprobs["token_logprobs"]
         return [(t, _number(v)) for t, v in zip(texts, values, strict=True)]
     except (KeyError, IndexError, TypeError, ValueError):
-        shown = json.dumps(reply)[:_SHOWN]
+        shown = json.dumps(reply)[:SHOWN]
         raise CloverError(f"{url} gives no log-probabilities: {shown}") from None
 
 

@@ -1,5 +1,6 @@
 """`clover eval`: its suites on a small random model, and what they refuse."""
 
+import dataclasses
 import gzip
 import importlib.util
 import json
@@ -15,8 +16,9 @@ from clover_jax.eval import infilling, likelihood
 from clover_jax.eval.likelihood import Likelihood
 from tests.cli.conftest import Clover, Ran, model
 from tests.eval.test_likelihood import installed
+from tests.helpers.server import serve
 
-__all__ = ["model"]  # a fixture
+__all__ = ["model", "serve"]  # fixtures
 ROWS = [{"prompt": "two cats", "canonical_solution": " the ants"} for _ in range(3)]
 
 
@@ -25,18 +27,65 @@ def lines(ran: Ran) -> list[dict]:
     return [json.loads(line) for line in ran.out.splitlines()]
 
 
+def answered(text: str, **changes) -> Completion:
+    stats = Stats(1, 0, 8, 2, 2, 4.0, 4.0, 1.0, 1.0, (), ())
+    done = Completion((1, 2), text, "stop", (), (), (), stats)
+    return dataclasses.replace(done, **changes)
+
+
 def test_functions_are_run(model: Path, clover: Clover, monkeypatch: pytest.MonkeyPatch):
     """By default; the interpreter does not know a conditional expression."""
     (item,) = tasks.eval_set("python_function", "test", 1)
-    text = item.answer.replace("return ", "return 0 if False else ")
-    stats = Stats(1, 0, 8, 2, 2, 4.0, 4.0, 1.0, 1.0, (), ())
-    done = Completion((), text, "stop", (), (), (), stats)
+    done = answered(item.answer.replace("return ", "return 0 if False else "))
     monkeypatch.setattr(Generator, "complete", lambda _, requests, **__: [done] * len(requests))
     arguments = ("eval", "--checkpoint", model, "--task", "python_function", "--n", 1, "--json",
-                 "--no-thinking")  # fmt: skip
+                 "--mode", "ar")  # fmt: skip
     (ran,), (read,) = lines(clover(*arguments)), lines(clover(*arguments, "--judge", "interpreter"))
     assert (ran["accuracy"], read["accuracy"]) == (1, 0)
     assert ran["format_valid"] == read["format_valid"] == 1
+
+
+def test_a_run_is_kept_and_goes_on(
+    model: Path, clover: Clover, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, serve
+):
+    """Ours in two modes and a server, on the same two problems; then nothing is asked again."""
+    modes = []
+
+    def complete(_, requests, mode):
+        modes.append(mode)
+        return [answered("1</think>\n\n2" if mode == "ar" else "5")] * len(requests)
+
+    monkeypatch.setattr(Generator, "complete", complete)
+    url = serve(lambda _: {"choices": [{"message": {"content": "0"}, "finish_reason": "stop"}]})
+    out = tmp_path / "out"
+    arguments = ("eval", "--checkpoint", model, "--task", "gcd", "--n", 2, "--out", out,
+                 "--oracle", 0, "--backend", "ar", "--backend", "block:threshold=0.5")  # fmt: skip
+    ran = clover(*arguments, "--endpoint", f"{url},model=rival")
+    assert ran.status == 0 and modes == ["ar", "block"], ran.err
+    right = sum(item.answer == "2" for item in tasks.eval_set("gcd", "test", 2))
+    assert f"| ar | 2 | {50 * right:.1f} % |" in ran.out and "| rival | 2 | 0.0 % |" in ran.out
+    assert (out / "report.md").read_text() == ran.out and (out / "report.png").exists()
+    records = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert [(r["backend"], r["index"]) for r in records] == [
+        (b, i) for b in ("ar", "block:threshold=0.5", "rival") for i in (0, 1)
+    ]
+    assert records[0]["reply"]["token_ids"] == [1, 2] and records[0]["seed"] == 0
+    again = clover(*arguments)  # without the server
+    assert again.status == 0 and len(modes) == 2
+    other = clover(*arguments, "--n", 3)
+    assert other.status == 2 and "other settings (task gcd)" in other.err
+    unknown = clover(*arguments[:-4], "--endpoint", "http://127.0.0.1:9/v1,attempts=1")
+    assert unknown.status == 2 and "cannot be asked" in unknown.err
+
+
+@pytest.mark.slow
+def test_the_quick_suite(model: Path, clover: Clover, tmp_path: Path):
+    arguments = ("eval", "--checkpoint", model, "--suite", "quick", "--n", 2, "--batch", 2,
+                 "--max-tokens", 12, "--oracle", 1, "--out", tmp_path)  # fmt: skip
+    ran = clover(*arguments)
+    assert ran.status == 0, ran.err
+    assert "| block:threshold=0.5 | 20 |" in ran.out and "Oracle" in ran.out
+    assert clover(*arguments).out == ran.out  # all of it from the folder, times included
 
 
 def test_infill(model: Path, clover: Clover, monkeypatch: pytest.MonkeyPatch):
@@ -86,6 +135,13 @@ def test_humaneval_loss(
         ("--suite infill --hole 2 --batch 0", "batch is 0"),
         ("--suite humaneval-loss --draws 0", "draws is 0"),
         ("--task none", "'none'"),
+        ("--suite B --task gcd", "'gcd'"),
+        ("--backend me", "expected ar or block"),
+        ("--backend block:speed=1", "speed"),
+        ("--suite infill --backend ar", "--backend"),
+        ("--suite quick --n 0", "--n is 0"),
+        ("--oracle -1", "--oracle is -1"),
+        ("--endpoint http://x,api=completions,batch=0", "batch 0"),
         ("--judge me", "--judge"),
     ],
 )

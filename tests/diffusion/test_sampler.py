@@ -209,7 +209,7 @@ def assert_same(a, b):
         )
 
 
-def random_row(rng, block, confidence="processed"):
+def random_row(rng, block, confidence="processed", policy="low_confidence"):
     """A random script and random settings; a third of the places are sharp."""
     blocks = BLOCKS if block > 1 else LIMIT
     shape = (blocks, STEPS, block, VOCAB)
@@ -231,10 +231,12 @@ def random_row(rng, block, confidence="processed"):
         "repetition": float(rng.choice([1.0, 1.3])),
         "response_ramp": ramp() if rng.random() < 0.5 else None,
         "thinking_ramp": ramp() if rng.random() < 0.5 else None,
+        "steps": int(rng.choice([0, 0, 1, 3, 5, 8, 20])),
+        "window": int(rng.choice([0, 0, 1, 3, 4, 30])),
     }
     return Row(
         logits=logits,
-        settings=SamplerConfig(confidence=confidence, **settings),
+        settings=SamplerConfig(confidence=confidence, policy=policy, **settings),
         coupling=rng.normal(size=(VOCAB, VOCAB)) if block > 1 else None,
         max_tokens=int(rng.integers(1, 30)),
         prompt=int(rng.integers(1, 20)),
@@ -248,10 +250,10 @@ CONTEXTS = (10**6, 29, 31)  # the last two end in the middle of a block for most
 
 
 @functools.cache
-def random_batches(block, confidence="processed"):
+def random_batches(block, confidence="processed", policy="low_confidence"):
     """A batch of random rows per context."""
     rng = np.random.default_rng(block)
-    return [[random_row(rng, block, confidence) for _ in range(ROWS)] for _ in CONTEXTS]
+    return [[random_row(rng, block, confidence, policy) for _ in range(ROWS)] for _ in CONTEXTS]
 
 
 KINDS = {
@@ -260,6 +262,9 @@ KINDS = {
     "raw confidence": (8, {}),
     "fused commit": (8, {"fuse": True}),
     "ar": (1, {"mode": "ar"}),
+    "entropy": (8, {}),
+    "margin": (8, {}),
+    "leftmost": (8, {}),
 }
 
 
@@ -267,8 +272,9 @@ KINDS = {
 def test_rows_equal_the_numpy_loop(kind):
     block, options = KINDS[kind]
     confidence = "raw" if kind == "raw confidence" else "processed"
+    policy = kind if kind in ("entropy", "margin", "leftmost") else "low_confidence"
     near_ties, finishes = 0, set()
-    for rows, context in zip(random_batches(block, confidence), CONTEXTS, strict=True):
+    for rows, context in zip(random_batches(block, confidence, policy), CONTEXTS, strict=True):
         found = decode(*rows, context=context, ids=IDS, **options)
         for row, got in zip(rows, found, strict=True):
             want = oracle(row, IDS, context)
@@ -279,6 +285,28 @@ def test_rows_equal_the_numpy_loop(kind):
             assert_is(got, want, block=block, previews=previews, fuse="fuse" in options)
             finishes.add(got.finish)
     assert near_ties <= 3 and finishes == {"stop", "length"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "revealed"),
+    [
+        ({"steps": 3}, [3, 3, 2]),  # LLaDA's split of 8 over 3: the rest goes to the first steps
+        ({"steps": 8}, [1] * 8),
+        ({"steps": 4, "window": 4}, [2, 2, 2, 2]),  # semi-autoregressive: 2 steps a window
+        ({"steps": 1, "window": 4}, [4, 4]),
+        ({"window": 4}, [1] * 8),
+        ({"steps": 20}, [1] * 8),  # a step never reveals nothing
+    ],
+)
+def test_static_schedules_by_hand(settings, revealed):
+    """Positions revealed by each step of one block of 8, none above the threshold."""
+    logits = np.random.default_rng(0).normal(size=(1, 1, 8, VOCAB)).astype(np.float32)
+    logits[..., PLAIN.stop] = -9.0
+    row = Row(logits=logits, settings=SamplerConfig(threshold=1.1, **settings), max_tokens=8)
+    (got,) = decode(row)
+    assert [got.revealed_at.count(step) for step in range(len(revealed))] == revealed
+    if "window" in settings:
+        assert max(got.revealed_at[:4]) < min(got.revealed_at[4:])
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,9 @@ RELEASE = {
         ("frequency", [NAN, INF, [], -1e39]),
         ("repetition", [0.0, -1.0, NAN, INF, {}, 1e-40]),
         ("confidence", ["Raw", None, 1, ["raw"]]),
-        ("policy", ["leftmost", None, 3]),
+        ("policy", ["rightmost", None, 3]),
+        ("steps", [-1, 2.0, None]),
+        ("window", [-1, "4", True]),
         ("response_ramp", [3, {"start": 1, "slope": 1.0}]),
         ("thinking_ramp", ["on", (1, 2)]),
     ],
@@ -109,6 +111,7 @@ def test_do_sample_decides_the_temperature(fields, temperature):
     "config",
     [
         SamplerConfig(),
+        SamplerConfig(policy="entropy", steps=16, window=8),
         SamplerConfig(temperature=0.6, top_k=20, top_p=0.95, confidence="raw", frequency=-0.5),
         from_generation_config(RELEASE),
     ],

@@ -1,13 +1,14 @@
 """A scripted denoiser and the whole low-confidence loop for one row, in plain numpy.
 
 Imports nothing that it judges. `settings` is any object with the fields of a sampler config
-(threshold, temperature, top_k, top_p, presence, frequency, repetition, confidence, response_ramp,
-thinking_ramp with start, slope, cap). A denoiser is a table [steps, block, vocab], whose last
-entry repeats, or a function (step, tokens, masked) -> [block, vocab].
+(threshold, temperature, top_k, top_p, presence, frequency, repetition, confidence, policy, steps,
+window, response_ramp, thinking_ramp with start, slope, cap). A denoiser is a table [steps, block,
+vocab], whose last entry repeats, or a function (step, tokens, masked) -> [block, vocab].
 """
 
 import dataclasses
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -115,6 +116,8 @@ def denoise_block_numpy(
         if np.isnan(np.asarray(logits)[places]).any():
             out.error = True
             return out
+        opened, at_least = _schedule(out.masked, places, step, block, n_valid, settings)
+        places = [i for i in places if i in opened]
         picks = {
             i: _pick(i, logits[i], out, settings, ids, response, thinking_open, start + i, noise)
             for i in places
@@ -122,13 +125,15 @@ def denoise_block_numpy(
         sure = {i: pick[1] for i, pick in picks.items()}
         reveal = [i for i in places if sure[i] > settings.threshold]
         gaps = [abs(c - settings.threshold) for c in sure.values()]
-        if not reveal:
-            reveal = [max(places, key=lambda i: (sure[i], -i))]
-            others = [sure[reveal[0]] - sure[i] for i in places if i != reveal[0]]
-            gaps += others
+        if len(reveal) < at_least:
+            score = {i: pick[4] for i, pick in picks.items()}
+            ordered = sorted(places, key=lambda i: (-score[i], i))
+            reveal = sorted({*reveal, *ordered[:at_least]})
+            forced = [i for i in reveal if sure[i] <= settings.threshold]
+            gaps += [score[f] - score[i] for f in forced for i in places if i not in reveal]
         out.margin = min(out.margin, *gaps, *(picks[i][3] for i in reveal))
         for i in reveal:
-            out.tokens[i], out.confidence[i], out.log_probability[i], _ = picks[i]
+            out.tokens[i], out.confidence[i], out.log_probability[i], *_ = picks[i]
             out.masked[i] = False
         out.steps.append(reveal)
         ends = [i for i in range(block) if not out.masked[i] and out.tokens[i] in ids.stop]
@@ -178,8 +183,21 @@ def generate_numpy(
             return out
 
 
+def _schedule(masked, places, step, block, n_valid, settings):
+    """Open positions of a step, and how many it reveals at least."""
+    width = min(settings.window or block, block)
+    j = places[0] // width
+    inside = range(j * width, (j + 1) * width)
+    if not settings.steps:
+        return inside, 1
+    windows = math.ceil(block / width)
+    due = (j + 1) * settings.steps // windows
+    masks = sum(masked[i] for i in inside if i < n_valid)
+    return inside, max(1, math.ceil(masks / max(1, due - step)))
+
+
 def _pick(i, logits, so_far, settings, ids, response, thinking_open, position, noise):
-    """Token, confidence, log-probability and top-2 gap of one position."""
+    """Token, confidence, log-probability, top-2 gap and order score of one position."""
     raw = np.asarray(logits, np.float64).copy()
     raw[list(ids.forbidden)] = -np.inf
     p = raw.copy()
@@ -205,7 +223,15 @@ def _pick(i, logits, so_far, settings, ids, response, thinking_open, position, n
     runner_up = np.max(np.delete(score, token))
     log_p = p[token] - _log_sum_exp(p)
     log_c = raw[token] - _log_sum_exp(raw) if settings.confidence == "raw" else log_p
-    return token, float(np.exp(log_c)), float(log_p), float(score[token] - runner_up)
+    share = np.exp(p - _log_sum_exp(p))
+    two = np.sort(share)[-2:]
+    order = {
+        "low_confidence": np.exp(log_c),
+        "entropy": sum(x * math.log(x) for x in share if x > 0),
+        "margin": two[1] - two[0],
+        "leftmost": -i,
+    }[settings.policy]
+    return token, float(np.exp(log_c)), float(log_p), float(score[token] - runner_up), float(order)
 
 
 def _scores(p, settings, noise, position, so_far):

@@ -1,9 +1,6 @@
 """`clover verify --endpoint` against a small server on this machine."""
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,9 @@ from clover_jax.cli.session import packaged_model
 from clover_jax.data.tokenizer import Tokenizer
 from clover_jax.verify.limits import log_softmax
 from clover_jax.verify.ours import CausalPasses
+from tests.helpers.server import serve
+
+__all__ = ["serve"]  # a fixture
 
 WIDTH = 64  # tokens of a served text, padded: one program
 PROMPT = "3 + 4 = "
@@ -47,40 +47,6 @@ class Model:
 @pytest.fixture(scope="module")
 def model() -> Model:
     return Model()
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[[Callable[[dict], Any]], str]]:
-    """Starts a server whose answers come from a function of the request; gives its address."""
-    servers = []
-
-    def start(answer: Callable[[dict], Any]) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                try:
-                    status, reply = 200, answer(body)
-                except ValueError as error:
-                    status, reply = 400, {"error": str(error)}
-                data = json.dumps(reply).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_args): ...
-
-        server = HTTPServer(("127.0.0.1", 0), Handler)
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        servers.append((server, thread))
-        return f"http://127.0.0.1:{server.server_port}/v1"
-
-    yield start
-    for server, thread in servers:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def verify(url: str, *options: str) -> int:
