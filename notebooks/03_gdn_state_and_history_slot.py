@@ -175,9 +175,10 @@ neutral = with_scalars(
         "bd_softmax_history_c": jnp.ones(shape, jnp.float32),
     },
 )
-data = DataConfig(rows=2, buckets=((112, 3),))
+data = DataConfig(rows=2, buckets=((64, 2),))
 batches = TaskBatches(tokenizer, data, block=cfg.block_length)
-fitted, residuals = calibrate(neutral, [batches.batch(i) for i in range(24)], cfg=cfg, env=env)
+few = [batches.batch(i) for i in range(16)]
+fitted, residuals = calibrate(neutral, few, cfg=cfg, env=env, learning_rate=0.1)
 print("mean residual before", np.nanmean(residuals.before).round(3),
       "after", np.nanmean(residuals.after).round(3))  # fmt: skip
 

@@ -38,6 +38,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Image, display
 from matplotlib.animation import FuncAnimation, PillowWriter
+from matplotlib.ticker import MaxNLocator
 
 from clover_jax import checkpoint
 from clover_jax.cli.compiled import keep_compiled_programs
@@ -119,7 +120,8 @@ plt.show()
 # ## As an animation
 
 # %%
-fig, ax = plt.subplots(figsize=(11, 0.9), dpi=80)
+fig, ax = plt.subplots(figsize=(11, 1.1), dpi=80)
+fig.subplots_adjust(left=0.01, right=0.99, bottom=0.05, top=0.7)
 
 
 def frame(k: int) -> None:
@@ -150,6 +152,7 @@ for e in canvases:
     before = cfg.block_length if e.step == 0 else before
     new.append(before - sum(e.masked))
     before = sum(e.masked)
+ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 ax.bar(range(1, len(new) + 1), new, color=[f"C{e.block % 10}" for e in canvases])
 ax.set(xlabel="preview (colour: block)", ylabel="positions fixed")
 ax.set_title(

@@ -113,7 +113,7 @@ for i, tap in enumerate(() if wrong is None else wrong.taps):
 axes[0].set(xlabel="layer, its tensors in order", title="each part on their input")
 axes[0].set_ylabel("relative RMS error")
 axes[0].legend(fontsize=8)
-axes[1].set(title="residual stream on our own", xlabel="layer")
+axes[1].set(title="our own stream", xlabel="layer")
 fig.tight_layout()
 plt.show()
 
