@@ -97,7 +97,7 @@ plt.show()
 # picture needs more tokens per preview than a block has.
 
 # %%
-experts = np.arange(TOP_K, ALL + 1, 2)
+experts = np.arange(TOP_K, ALL + 1, 4)
 
 
 def needed(claim, share: float) -> list[float]:
@@ -107,11 +107,12 @@ def needed(claim, share: float) -> list[float]:
     return [np.nan if tpf is None else tpf for tpf in found]
 
 
+FLOOR = {claim: (needed(claim, 1.0), needed(claim, 0.6)) for claim in CLAIMS}
 fig, ax = plt.subplots(figsize=(9, 4.2))
 for claim, color in zip(CLAIMS, ("tab:green", "tab:blue", "tab:orange"), strict=True):
     label = f"{claim.tokens_per_s:.0f} tokens/s on {claim.device} ({claim.of})"
-    ax.plot(experts, needed(claim, 1.0), color=color, label=label)
-    ax.plot(experts, needed(claim, 0.6), ":", color=color)
+    ax.plot(experts, FLOOR[claim][0], color=color, label=label)
+    ax.plot(experts, FLOOR[claim][1], ":", color=color)
 ax.axvline(even, color="grey", lw=0.8)
 ax.text(even - 2, 15, "even routing", rotation=90, va="top", ha="right", color="grey")
 ax.set(xlabel="distinct experts a preview touches, per layer", ylabel="tokens per preview needed")
@@ -126,7 +127,7 @@ print("tokens per preview needed (at the floor / at 60 % of the bandwidth)")
 print(f"{'experts':>8}" + "".join(f"{c.tokens_per_s:>12.0f} {c.device:>5}" for c in CLAIMS))
 for e in (8, 20, 40, 60, 80, 120, 160):
     i = int(np.argmin(abs(experts - e)))
-    cells = (f"{needed(c, 1.0)[i]:10.1f} /{needed(c, 0.6)[i]:5.1f} " for c in CLAIMS)
+    cells = (f"{FLOOR[c][0][i]:10.1f} /{FLOOR[c][1][i]:5.1f} " for c in CLAIMS)
     print(f"{e:8d}" + "".join(cells))
 
 # %% [markdown]
@@ -143,7 +144,7 @@ for e in (8, 20, 40, 60, 80, 120, 160):
 # %%
 h200 = next(d for d in DEVICES if d.name == "H200")
 ar = ar_speed(load, h200).tokens_per_s
-tpf = np.linspace(1, 16, 100)
+tpf = np.linspace(1, 16, 40)
 fig, ax = plt.subplots(figsize=(9, 4))
 ax.axhline(ar, color="black", label=f"AR floor, {ar:,.0f} tokens/s")
 for e in (20, 40, 80, 160):
