@@ -12,7 +12,8 @@ import jax
 import msgspec
 
 from clover_jax import checkpoint, presets
-from clover_jax.cli.commands import ORACLE_PYTHON, Bench
+from clover_jax.cli.commands import Bench
+from clover_jax.cli.flags import ORACLE_PYTHON
 from clover_jax.cli.session import Session, open_session, packaged_model
 from clover_jax.data import tasks
 from clover_jax.data.chat import tokenize_prompt

@@ -4,104 +4,20 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg, subcommand
+from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
-# A flag without a --no- twin.
-Switch = Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")]
-
-
-def _own(metavar: str) -> Any:
-    """A setting that the checkpoint folder decides unless the flag is given."""
-    return arg(metavar=metavar, help_behavior_hint="(default: the folder's)")
-
-
-def _none(metavar: str) -> Any:
-    return arg(metavar=metavar, help_behavior_hint="(optional)")
-
-
-FolderFloat = Annotated[float | None, _own("FLOAT")]
-FolderInt = Annotated[int | None, _own("INT")]
-OptionalText = Annotated[str | None, _none("TEXT")]
-OptionalFile = Annotated[Path | None, _none("FILE")]
-Norms = Annotated[Literal["zero_centred", "plain"] | None, _none("{zero_centred,plain}")]
-Checkpoint = Annotated[
-    Path | None, arg(metavar="DIR", help_behavior_hint="(default: the model in the package)")
-]
-ORACLE_PYTHON = Path(".venv-oracle/bin/python")
-OraclePython = Annotated[
-    Path | None, arg(metavar="FILE", help_behavior_hint=f"(default: {ORACLE_PYTHON})")
-]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DeviceFlags:
-    """Where it runs.
-
-    Attributes:
-        mesh: Devices as data x expert x tensor, such as 2x4x1; one device if not given.
-        rules: What the mesh splits: `fsdp` splits weights over its data axis, too.
-        distributed: This is one of several processes that run the same command, on one file
-            system: `auto` asks SLURM, Kubernetes, Open MPI or a cloud TPU who they are, or give
-            HOST:PORT,COUNT,INDEX.
-    """
-
-    mesh: Annotated[str | None, _none("DxExT")] = None
-    rules: Literal["tensor", "fsdp"] = "tensor"
-    distributed: Annotated[str | None, _none("{auto,HOST:PORT,COUNT,INDEX}")] = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelFlags(DeviceFlags):
-    """Which model runs, and how it samples.
-
-    Attributes:
-        checkpoint: Checkpoint folder (Hugging Face format).
-        dtype: Of the weights.
-        norms: How the files store norms that scale by 1 + w; their mean decides if not given.
-        max_tokens: The answer is cut there.
-        threshold: Reveal every position whose confidence is above it, else the best one.
-        temperature: 0 takes the most likely token, above 0 draws.
-        top_k: Draw among the k best tokens; 0 is off.
-        top_p: Draw among the fewest tokens that reach this share; 1 is off.
-        presence: Subtracted from the logit of every token that the answer already has.
-        frequency: Subtracted once per occurrence in the answer.
-        repetition: Divides positive and multiplies negative logits of tokens the answer has.
-        seed: Of the random draws.
-        stop: The text ends before the first of these strings.
-        system: System message.
-        thinking: Think before the answer, whatever the chat template's default is.
-        no_thinking: Answer without thinking.
-        mode: Denoise blocks, or take one token at a time from the causal model.
-        rows: How the rows of a batch run: one fixed program per row, or all at once.
-        prefill_chunk: Prompt tokens per pass: more is faster on long prompts, and every prompt is
-            filled up to whole chunks.
-        fuse_commit: Commit a block and preview the next one in one pass over the weights.
-        coreset: Share an expert subset among the positions of a block.
-        json: One JSON object per answer.
-    """
-
-    checkpoint: Checkpoint = None
-    dtype: Annotated[Literal["float32", "bfloat16"] | None, _own("{float32,bfloat16}")] = None
-    norms: Norms = None
-    max_tokens: FolderInt = None
-    threshold: FolderFloat = None
-    temperature: FolderFloat = None
-    top_k: FolderInt = None
-    top_p: FolderFloat = None
-    presence: FolderFloat = None
-    frequency: FolderFloat = None
-    repetition: FolderFloat = None
-    seed: int = 0
-    stop: UseAppendAction[tuple[str, ...]] = ()
-    system: OptionalText = None
-    thinking: Switch = False
-    no_thinking: Switch = False
-    mode: Literal["block", "ar"] = "block"
-    rows: Literal["batched", "mapped"] = "batched"
-    prefill_chunk: int = 64
-    fuse_commit: Switch = False
-    coreset: bool = True
-    json: Switch = False
+from clover_jax.cli.flags import (
+    Checkpoint,
+    DeviceFlags,
+    ModelFlags,
+    Norms,
+    OptionalFile,
+    OptionalText,
+    OraclePython,
+    Switch,
+    none,
+    own,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,7 +103,7 @@ class Eval(ModelFlags):
     suite: Literal["quick", "A", "B", "C", "infill", "humaneval-loss", "traces"] = "quick"
     backend: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="MODE[:NAME=VALUE,...]")] = ()
     endpoint: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="URL[,NAME=VALUE,...]")] = ()
-    out: Annotated[Path | None, _none("DIR")] = None
+    out: Annotated[Path | None, none("DIR")] = None
     oracle: int = 8
     file: OptionalFile = None
     task: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
@@ -219,7 +135,7 @@ class Bench(ModelFlags):
         oracle_python: Python that has torch and transformers.
     """
 
-    preset: Annotated[str | None, _none("NAME")] = None
+    preset: Annotated[str | None, none("NAME")] = None
     batch: Annotated[UseAppendAction[tuple[int, ...]], arg(metavar="ROWS")] = ()
     rounds: int = 7
     against: Annotated[
@@ -251,8 +167,8 @@ class Card:
 
     out: Annotated[Path, arg(metavar="DIR")]
     checkpoint: Checkpoint = None
-    parent: Annotated[Path | None, _none("DIR")] = None
-    control: Annotated[Path | None, _none("DIR")] = None
+    parent: Annotated[Path | None, none("DIR")] = None
+    control: Annotated[Path | None, none("DIR")] = None
     n: int = 300
     frontier_n: int = 100
     replay_n: int = 100
@@ -276,7 +192,7 @@ class Info:
         Positional[Path | None],
         arg(metavar="[DIR]", help_behavior_hint="(default: the model in the package)"),
     ] = None
-    preset: Annotated[str | None, _none("NAME")] = None
+    preset: Annotated[str | None, none("NAME")] = None
     norms: Norms = None
     json: Switch = False
 
@@ -321,7 +237,7 @@ class Plan:
     target: str = "cpu"
     compile: bool = True
     tpf: float = 4.0
-    experts: Annotated[float | None, _none("N")] = None
+    experts: Annotated[float | None, none("N")] = None
     plot: OptionalFile = None
     json: Switch = False
 
@@ -359,9 +275,9 @@ class Verify:
     folder: Annotated[Positional[Path], arg(metavar="DIR")]
     against: Annotated[
         Literal["hf", "torch-preview", "torch-training", "llama.cpp", "golden"] | None,
-        _none("{hf,torch-preview,torch-training,llama.cpp,golden}"),
+        none("{hf,torch-preview,torch-training,llama.cpp,golden}"),
     ] = None
-    endpoint: Annotated[str | None, _none("URL")] = None
+    endpoint: Annotated[str | None, none("URL")] = None
     endpoint_model: Annotated[str, arg(metavar="NAME")] = "default"
     max_gap: float = 0.1
     timeout: float = 120.0
@@ -402,7 +318,7 @@ class Logits:
     token_ids: Annotated[str, arg(metavar="TEXT")]
     out: Annotated[Path, arg(metavar="FILE")]
     taps: Switch = False
-    dtype: Annotated[Literal["float32", "bfloat16"] | None, _own("{float32,bfloat16}")] = None
+    dtype: Annotated[Literal["float32", "bfloat16"] | None, own("{float32,bfloat16}")] = None
     norms: Norms = None
     precision: Literal["highest", "default"] = "highest"
     positions_from: int = 0
@@ -423,7 +339,7 @@ class CheckpointConvert:
 
     source: Annotated[Positional[Path], arg(metavar="SRC")]
     target: Annotated[Positional[Path], arg(metavar="DST")]
-    mask_token_id: Annotated[int | None, _none("INT")] = None
+    mask_token_id: Annotated[int | None, none("INT")] = None
     overwrite: Switch = False
     norms: Norms = None
     set: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY=VALUE")] = ()
@@ -491,7 +407,7 @@ class DataCheck:
     max_tokens: Annotated[
         int | None, arg(metavar="INT", help_behavior_hint="(default: the model's context)")
     ] = None
-    limit: Annotated[int | None, _none("INT")] = None
+    limit: Annotated[int | None, none("INT")] = None
     json: Switch = False
 
 
@@ -524,7 +440,7 @@ class TrainPretrain(RunFlags):
     """
 
     preset: str = "clover_nano"
-    checkpoint: Annotated[Path | None, _none("DIR")] = None
+    checkpoint: Annotated[Path | None, none("DIR")] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -585,7 +501,7 @@ class AblateRun:
     parent: Checkpoint = None
     arm: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
     seed: Annotated[UseAppendAction[tuple[int, ...]], arg(metavar="INT")] = ()
-    minutes: Annotated[float | None, _none("FLOAT")] = None
+    minutes: Annotated[float | None, none("FLOAT")] = None
     experiments: Annotated[Path, arg(metavar="DIR")] = Path("experiments")
     trainings: Annotated[
         Path | None, arg(metavar="DIR", help_behavior_hint="(default: in the user's cache)")

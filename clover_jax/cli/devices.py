@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from clover_jax.cli.commands import DeviceFlags
+from clover_jax.cli.flags import DeviceFlags
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
 from clover_jax.sharding import PRESETS, make_mesh, parse_mesh

@@ -21,9 +21,9 @@ from rich.progress import (
 from clover_jax import checkpoint
 from clover_jax.checkpoint.json_text import parse
 from clover_jax.checkpoint.report import NormStorage
-from clover_jax.cli.commands import ModelFlags
 from clover_jax.cli.compiled import keep_compiled_programs
 from clover_jax.cli.devices import env_of
+from clover_jax.cli.flags import ModelFlags
 from clover_jax.config import ModelConfig
 from clover_jax.data.tokenizer import StopStrings, Tokenizer
 from clover_jax.diffusion.generate import Completion, DoneEvent, Event, Generator, Request

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from clover_jax.cli.commands import ORACLE_PYTHON, Logits, Verify
+from clover_jax.cli.commands import Logits, Verify
 from clover_jax.cli.compiled import keep_compiled_programs
+from clover_jax.cli.flags import ORACLE_PYTHON
 from clover_jax.cli.session import load_with_bar, parse_token_ids
 from clover_jax.config import ModelConfig
 from clover_jax.data import tasks

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import pytest
 
 from clover_jax import checkpoint
-from clover_jax.cli.commands import DeviceFlags
 from clover_jax.cli.devices import env_of
+from clover_jax.cli.flags import DeviceFlags
 from clover_jax.presets import PRESETS
 from clover_jax.train import loop
 from tests.train.test_loop import RUN, SMALL, quiet
@@ -29,7 +29,7 @@ WORKER = """
 import sys
 from pathlib import Path
 from clover_jax.cli import devices
-from clover_jax.cli.commands import DeviceFlags
+from clover_jax.cli.flags import DeviceFlags
 from clover_jax.presets import PRESETS
 from clover_jax.train import loop
 from tests.train.test_processes import MODEL, long_run
