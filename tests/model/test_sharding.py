@@ -140,7 +140,7 @@ def test_a_mesh_has_the_gradients_of_one_device(mesh: str):
     env = dataclasses.replace(env, moe_chunk=24)
     (metrics, grads), (want_metrics, want) = gradients(env, rows), gradients_of_one(rows)
     for name, value in metrics.items():
-        assert_close("loss", name, value, want_metrics[name])
+        np.testing.assert_allclose(value, want_metrics[name], rtol=1e-5, err_msg=name)
     for name, grad in grads.items():
         assert_close("gradient", name, grad, want[name])
 
