@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import pytest
 
-from clover_jax import checkpoint
 from clover_jax.cli.devices import env_of
 from clover_jax.cli.flags import DeviceFlags
+from clover_jax.env import Env
 from clover_jax.presets import PRESETS
 from clover_jax.train import loop
-from tests.train.test_loop import RUN, SMALL, quiet
+from tests.train.test_loop import RUN, SMALL
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +30,7 @@ import sys
 from pathlib import Path
 from clover_jax.cli import devices
 from clover_jax.cli.flags import DeviceFlags
+from clover_jax.env import Env
 from clover_jax.presets import PRESETS
 from clover_jax.train import loop
 from tests.train.test_processes import MODEL, long_run
@@ -106,29 +107,31 @@ def test_a_lost_process_ends_the_job_and_is_named(lost: Lost):
     assert re.search(r"tasks are unhealthy \(stopped sending heartbeats\):\s*1\b", lost.said)
 
 
-def test_it_goes_on_from_there_on_another_mesh(lost: Lost, tmp_path: Path):
-    """In one process, with what is left of the run; the first lines are those of one device."""
+class Enough(Exception):
+    """Raised by a report: the run stops as if it was interrupted."""
+
+
+def run_to(folder: Path, steps: int, env: Env) -> list[dict]:
+    """The log of the run, taken to this step in this process."""
+
+    def report(progress: loop.Progress) -> None:
+        if progress.step >= steps:
+            raise Enough
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "small", lambda: MODEL)
-        before = lines(lost.folder)
-        kept = max(int(p.parent.name) for p in lost.folder.glob("checkpoints/*/commit_success.txt"))
-        run = long_run(10_000)
-        steps = kept + 10
-
-        class Enough(Exception):
-            pass
-
-        def report(progress: loop.Progress) -> None:
-            if progress.step >= steps:
-                raise Enough
-
-        env = env_of(DeviceFlags(mesh="1x4x2"))
         with pytest.raises(Enough):
-            loop.train(run, lost.folder, report=report, save_seconds=1e6, env=env)
-        after = lines(lost.folder)
-        assert after[: kept // 10] == before[: kept // 10]
-        assert [line["step"] for line in after] == list(range(10, steps + 1, 10))
-        alone = tmp_path / "alone"
-        loop.train(long_run(10), alone, report=quiet, save_seconds=1e6)
-        assert lines(alone)[0]["loss"] == pytest.approx(after[0]["loss"], rel=1e-5)
-        assert checkpoint.inspect(alone / "model").config is not None
+            loop.train(long_run(10_000), folder, report=report, save_seconds=1e6, env=env)
+    return lines(folder)
+
+
+def test_it_goes_on_from_there_on_another_mesh(lost: Lost, tmp_path: Path):
+    """In one process, with what is left of the run; its first lines are those of one device."""
+    before = lines(lost.folder)
+    kept = max(int(p.parent.name) for p in lost.folder.glob("checkpoints/*/commit_success.txt"))
+    after = run_to(lost.folder, kept + 10, env_of(DeviceFlags(mesh="1x4x2")))
+    assert after[: kept // 10] == before[: kept // 10]
+    assert [line["step"] for line in after] == list(range(10, kept + 11, 10))
+    alone = run_to(tmp_path / "alone", 10, loop.ENV)
+    for name, value in alone[0].items():
+        assert after[0][name] == pytest.approx(value, rel=1e-4), name
