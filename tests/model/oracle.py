@@ -223,7 +223,9 @@ def rotate(x: Array, position: int, cfg: Any) -> Array:
     half = cfg.attention.rotary_dim // 2
     out = x.copy()
     for j in range(half):
-        angle = position * cfg.attention.rope_theta ** (-2 * j / cfg.attention.rotary_dim)
+        # The base's angles are float32: at position 8,191 some 1e-4 away from exact ones.
+        frequency = cfg.attention.rope_theta ** (-2 * j / cfg.attention.rotary_dim)
+        angle = float(np.float32(position) * np.float32(frequency))
         a, b = x[:, j], x[:, j + half]
         out[:, j] = a * np.cos(angle) - b * np.sin(angle)
         out[:, j + half] = b * np.cos(angle) + a * np.sin(angle)
