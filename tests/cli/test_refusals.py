@@ -109,7 +109,10 @@ def test_wrong_input(clover: Clover, model: Path, stdin: bytes, fragment: str):
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
-        ("", "Expected one of {generate, chat, eval, bench, card, info, verify, logits, checkpoi"),
+        (
+            "",
+            "Expected one of {generate, chat, eval, bench, card, info, plan, verify, logits, checkpoi",
+        ),
         ("bogus", "bogus"),
         ("--bogus", "--bogus"),
         ("chat --context x", "--context"),

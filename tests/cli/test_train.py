@@ -29,7 +29,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RunConfig]]:
     """The runs that were asked for; each reports twice."""
     asked: list[RunConfig] = []
 
-    def train(run: RunConfig, folder: Path, *, report: Any, calibrated: Any, evaluate: Any) -> Path:
+    def train(run: RunConfig, folder: Path, *, report: Any, calibrated: Any, **_: Any) -> Path:
         asked.append(run)
         if run.calibration_steps:
             after = np.array([[0.25, 0.125], [np.nan, 0.5]])

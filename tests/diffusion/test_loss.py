@@ -446,6 +446,7 @@ def test_a_batch_is_the_weighted_sum_of_its_halves():
         assert_close("gradient", name, got, want)
 
 
+@pytest.mark.slow
 def test_tail_tokens_do_not_matter():
     """E3 and N2 of padding: other tokens past the samples' ends change no metric or gradient."""
 

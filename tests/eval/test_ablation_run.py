@@ -311,6 +311,7 @@ def test_a_conversion_is_stopped_and_resumed(measured: list[str], model: Path, t
     assert len(done.losses) == 1 and done.effective["training"]["run"]["start"] == ""
 
 
+@pytest.mark.slow
 def test_the_start_keeps_the_causal_weights(model: Path, tmp_path: Path):
     """Only the block operator is new, and the mask's row the mean of the others."""
     [plan, other] = [p for p in ablation_plan.plans(CONVERSION, model) if p.seed == 0]

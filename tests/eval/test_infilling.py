@@ -52,6 +52,7 @@ def test_holes(tokenizer):
         assert not text(h.response[: h.first - 1]).startswith(HEADER)
 
 
+@pytest.mark.slow
 def test_arms_of_a_small_model(tokenizer):
     """It knows no Python; every fill has the right length and is judged."""
     results = run(tokenizer)

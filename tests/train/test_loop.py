@@ -220,6 +220,7 @@ def optax_mu(state: dict[str, np.ndarray], leaf: str) -> np.ndarray:
     return next(a for name, a in state.items() if name.endswith(f"mu.{leaf}"))
 
 
+@pytest.mark.slow
 def test_the_loss_falls_on_a_repeated_batch(base):
     """The run's own compiled step, one batch over and over."""
     tokenizer = Tokenizer.load(base / "tokenizer")

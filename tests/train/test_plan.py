@@ -37,6 +37,7 @@ def bytes_of(tree) -> int:
     return sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 def test_sizes_are_those_of_the_state(folder):
     """Of an adapter: its own numbers and state, beside all weights in float32."""
     run = override(
