@@ -111,7 +111,7 @@ def test_wrong_input(clover: Clover, model: Path, stdin: bytes, fragment: str):
     [
         (
             "",
-            "Expected one of {generate, chat, eval, bench, card, info, plan, verify, logits, checkpoi",
+            "Expected one of {generate, chat, eval, bench, card, info, plan, verify",
         ),
         ("bogus", "bogus"),
         ("--bogus", "--bogus"),
