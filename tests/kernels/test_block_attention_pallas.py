@@ -216,7 +216,7 @@ def test_sharded_is_unsharded(impl):
     names = ("q", "k", "v", "group", "limit")
     of_own = BlockKV(*(rules.spec(AXES[f"own.{name}"]) for name in BlockKV._fields))
     specs = (*(rules.spec(AXES[name]) for name in names), of_own)
-    assert specs[0] == PartitionSpec("data", None, "tensor", None)
+    assert specs[0] == PartitionSpec(("data", "expert"), None, "tensor", None)
     split = jax.shard_map(
         functools.partial(call, impl=impl),
         mesh=make_mesh(2, 1, 2),
