@@ -1,7 +1,8 @@
 """Where a training state's and a batch's arrays live on a mesh."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -75,7 +76,7 @@ def put(x: Any, sharding: NamedSharding) -> Array:
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     if not is_here(x):
-        return x if x.sharding == sharding else jax.jit(lambda a: a, out_shardings=sharding)(x)
+        return x if x.sharding == sharding else _moved(sharding)(x)
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
@@ -91,7 +92,7 @@ def replicate(tree: Any, env: Env) -> Any:
 def to_host(tree: Any, env: Env) -> Any:
     """The values of small arrays, on every process that holds a part of them."""
     if env.mesh is not None and not all(map(is_here, jax.tree.leaves(tree))):
-        tree = jax.jit(lambda t: t, out_shardings=NamedSharding(env.mesh, PartitionSpec()))(tree)
+        tree = _moved(NamedSharding(env.mesh, PartitionSpec()))(tree)
     return jax.device_get(tree)
 
 
@@ -122,6 +123,12 @@ def on_host(x: Any) -> np.ndarray:
     if not is_here(x):
         return multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
+
+
+@functools.cache
+def _moved(sharding: NamedSharding) -> Callable[[Any], Any]:
+    """Arrays that several processes hold, somewhere else; one compiled function per place."""
+    return jax.jit(lambda tree: tree, out_shardings=sharding)
 
 
 def _by_row(a: Any) -> tuple[str | None, ...]:
