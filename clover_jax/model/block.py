@@ -198,7 +198,6 @@ def full_layer(
             own,
             first,
             scale=cfg.attention.head_dim**-0.5,
-            differentiable=cache is None,
             env=env,
         ),
         *("rows", None, "heads", None),

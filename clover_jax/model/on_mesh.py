@@ -60,7 +60,6 @@ def attention(
     first: Int[Array, "rows queries"] | None,
     *,
     scale: float,
-    differentiable: bool,
     env: Env,
 ) -> Float[Array, "rows queries heads channel"]:
     """`block_attention`, with the cells where `cell_partition` puts them.
@@ -70,10 +69,9 @@ def attention(
     merged by their maxima and sums (three reductions over the devices of a row). Where neither is,
     each device has its share of the query heads and takes their KV head.
     """
-    static: Any = {"scale": scale, "differentiable": differentiable}
     impl = env.impl("block_attention")
     if env.mesh is None:
-        return block_attention(q, k, v, group, limit, own, first, **static, impl=impl)
+        return block_attention(q, k, v, group, limit, own, first, scale=scale, impl=impl)
     mesh, spec = env.mesh, cell_partition(k.shape, env)
     _, rows, by_head, by_cell, _ = spec
     spread_cells, heads = axes_of(by_cell), by_head
@@ -91,14 +89,14 @@ def attention(
             k, v = take(k, 2), take(v, 2)
             own = None if own is None else own._replace(k=take(own.k, 3), v=take(own.v, 3))
         if not spread_cells:
-            return block_attention(q, k, v, group, limit, own, first, **static, impl=impl)
+            return block_attention(q, k, v, group, limit, own, first, scale=scale, impl=impl)
         cells = k.shape[3]
         place = lax.axis_index(spread_cells)
         here = lambda a: jnp.clip(a - place * cells, 0, cells)
         if own is not None:
             own = own._replace(valid=own.valid & (place == 0))
         seen = attention_part(
-            q, k, v, group, here(limit), own, None if first is None else here(first), **static
+            q, k, v, group, here(limit), own, None if first is None else here(first), scale=scale
         )
         merged = merge_over(seen, spread_cells)
         return unfold(finish(merged), q.shape[1]).astype(q.dtype)

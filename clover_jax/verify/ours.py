@@ -136,9 +136,7 @@ def _mixer(p: Any, x: Array, cfg: ModelConfig) -> dict:
     extra = 0 if time <= KV_TILE else -time % KV_TILE
     cells = lambda a: jnp.pad(jnp.moveaxis(a, 1, 2), ((0, 0), (0, 0), (0, extra), (0, 0)))[None]
     scale = cfg.attention.head_dim**-0.5
-    mixed = block_attention(
-        q, cells(k), cells(v), 0, limit, None, scale=scale, differentiable=False, impl="xla"
-    )
+    mixed = block_attention(q, cells(k), cells(v), 0, limit, None, scale=scale, impl="xla")
     return {"mixer_out": attention_output(p.self_attn, mixed, gate)}
 
 

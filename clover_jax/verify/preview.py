@@ -181,7 +181,7 @@ def _full_taps(
     mixed = block_attention(
         q, keys, values, 0, jnp.full((rows, n), length, jnp.int32),
         BlockKV(k[:, None], v[:, None], layout.valid),
-        scale=cfg.attention.head_dim**-0.5, differentiable=False, impl="xla",
+        scale=cfg.attention.head_dim**-0.5, impl="xla",
     )  # fmt: skip
     out = attention_output(p.self_attn, mixed, gate)
     cache = cache._replace(k=keys.astype(cfg.dtype), v=values.astype(cfg.dtype))

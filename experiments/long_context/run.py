@@ -77,7 +77,7 @@ def compile_programs(
     def attend(q: Any, limit: Any, own: Any, k: Any, v: Any) -> Any:
         return block_attention(
             q, k, v, 0, limit, own,
-            scale=a.head_dim**-0.5, differentiable=False, impl=ENV.impl("block_attention"),
+            scale=a.head_dim**-0.5, impl=ENV.impl("block_attention"),
         )  # fmt: skip
 
     attention = {

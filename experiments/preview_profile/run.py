@@ -64,7 +64,7 @@ def parts(
         own = BlockKV(k[:, None], v[:, None], valid[:, None])
         mixed = block_attention(
             q, k_cells, v_cells, 0, limit, own,
-            scale=a.head_dim**-0.5, differentiable=False, impl="xla",
+            scale=a.head_dim**-0.5, impl="xla",
         )  # fmt: skip
         return attention_output(p, mixed, gate)
 

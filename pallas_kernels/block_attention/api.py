@@ -46,7 +46,6 @@ def block_attention(
     first: Int[Array, "rows queries"] | None = None,
     *,
     scale: float,
-    differentiable: bool,
     impl: Impl,
 ) -> Float[Array, "rows queries heads channel"]:
     """Attention outputs, in q's dtype; scores and softmax in float32.
@@ -61,11 +60,9 @@ def block_attention(
         own: the blocks' own keys and values, or None for a causal pass.
         first: the first cached cell that each query sees; None: cell 0.
         scale: factor of q . k.
-        differentiable: read all tiles with a scan, so that reverse mode works; otherwise only
-            tiles below the largest limit are read.
-        impl: `reference` is one dense softmax, `xla` an online softmax over tiles of KV_TILE
-            cells, `pallas_tpu` and `pallas_gpu` the same as one kernel. Tiles are anchored at
-            cell 0, so the capacity never matters.
+        impl: `reference` is one dense softmax, `xla` an online softmax over the tiles of KV_TILE
+            cells below the largest limit, `pallas_tpu` and `pallas_gpu` the same as one kernel.
+            Tiles are anchored at cell 0, so the capacity never matters.
 
     Raises:
         ValueError: shapes or dtypes that do not fit together, an implementation that this op does
@@ -84,7 +81,6 @@ def block_attention(
         own,
         first,
         scale=scale,
-        differentiable=differentiable,
     )
 
 
@@ -98,7 +94,6 @@ def attention_part(
     first: Int[Array, "rows queries"] | None = None,
     *,
     scale: float,
-    differentiable: bool,
 ) -> Part:
     """`block_attention` before the division: what a device that holds a part of the cells computes.
 
@@ -113,6 +108,4 @@ def attention_part(
         ValueError: as `block_attention`.
     """
     check(q, k, v, own)
-    return xla.attention_part(
-        q, k, v, group, limit, own, first, scale=scale, differentiable=differentiable
-    )
+    return xla.attention_part(q, k, v, group, limit, own, first, scale=scale)

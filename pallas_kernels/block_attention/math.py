@@ -60,16 +60,55 @@ def add_keys(
     """The part that has also seen these keys; `seen` broadcasts to [*batch, m, t].
 
     Matmuls take the operands' dtype and accumulate in float32. Masked before the exponential; what
-    an unseen key holds cannot matter, an unseen value must be finite.
+    an unseen key holds cannot matter, an unseen value must be finite. `top` has no gradient: it is
+    a scale of `total` and `mixed` that the division takes out again, so any number would do.
     """
     logits = jnp.where(seen, scale * _dot(q, k, -1, precision), MASKED)
     top = jnp.maximum(part.top, jnp.max(logits, axis=-1, keepdims=True))
+    top = lax.stop_gradient(top)
     shrink = jnp.exp(part.top - top)
     w = jnp.exp(logits - top)  # 0 where unseen
     return Part(
         top,
         shrink * part.total + jnp.sum(w, axis=-1, keepdims=True),
         shrink * part.mixed + _dot(w.astype(v.dtype), v, -2, precision),
+    )
+
+
+def keys_gradient(
+    top: Float[Array, "*batch m 1"],
+    d: Part,
+    q: Float[Array, "*batch m channel"],
+    k: Float[Array, "*batch t channel"],
+    v: Float[Array, "*batch t channel"],
+    seen: Bool[Array, "..."],
+    *,
+    scale: float,
+    precision: Any,
+) -> tuple[
+    Float[Array, "*batch m channel"],
+    Float[Array, "*batch t channel"],
+    Float[Array, "*batch t channel"],
+]:
+    """What these keys add to the gradient of q, and their own and their values' gradients.
+
+    Args:
+        top: of the part after all keys.
+        d: gradient of that part.
+        q: queries.
+        k: keys.
+        v: values.
+        seen: as in `add_keys`.
+        scale: factor of q . k.
+        precision: of the matmuls.
+    """
+    turned = lambda a: jnp.swapaxes(a, -1, -2)
+    w = jnp.exp(jnp.where(seen, scale * _dot(q, k, -1, precision), MASKED) - top)
+    d_logits = scale * w * (d.total + _dot(d.mixed, v, -1, precision))
+    return (
+        _dot(d_logits, k, -2, precision),
+        _dot(turned(d_logits), q, -2, precision),
+        _dot(turned(w), d.mixed, -2, precision),
     )
 
 

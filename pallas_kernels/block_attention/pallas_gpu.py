@@ -99,12 +99,10 @@ def block_attention(
     first: Array | None,
     *,
     scale: float,
-    differentiable: bool,
 ) -> Array:
     """See `api.block_attention`."""
-    del differentiable
     forward = functools.partial(_forward, scale=scale)
-    formula = functools.partial(xla.block_attention, first=first, scale=scale, differentiable=True)
+    formula = functools.partial(xla.block_attention, first=first, scale=scale)
     arrays = (q, k, v, jnp.asarray(group, jnp.int32), limit, own)
     return with_gradient_of(formula, forward)(*arrays)
 

@@ -17,10 +17,8 @@ def block_attention(
     first: Array | None,
     *,
     scale: float,
-    differentiable: bool,
 ) -> Array:
     """See `api.block_attention`."""
-    del differentiable
     rows, queries, heads, channel = q.shape
     kv_heads, capacity = k.shape[2:4]
     f32 = lambda a: a.astype(jnp.float32)

@@ -95,7 +95,7 @@ def _spec(name: str, uses: str, **sizes: Any) -> Spec:
     scale = shape.channel**-0.5
     return Spec(
         name=name,
-        call=functools.partial(block_attention, scale=scale, differentiable=False),
+        call=functools.partial(block_attention, scale=scale),
         inputs=functools.partial(inputs, shape),
         floor=floor(shape),
         naive=functools.partial(naive, scale=scale),

@@ -56,23 +56,20 @@ def dense(q, k, v, limit, own, first=None):
     return out
 
 
-@functools.partial(jax.jit, static_argnames=("differentiable", "impl"))
-def attend(q, k, v, limit, own, first=None, *, differentiable=False, impl="xla"):
+@functools.partial(jax.jit, static_argnames="impl")
+def attend(q, k, v, limit, own, first=None, *, impl="xla"):
     group = jnp.int32(GROUP)
-    return block_attention(
-        q, k, v, group, limit, own, first, scale=SCALE, differentiable=differentiable, impl=impl
-    )
+    return block_attention(q, k, v, group, limit, own, first, scale=SCALE, impl=impl)
 
 
-@pytest.mark.parametrize("differentiable", (False, True), ids=("dynamic", "differentiable"))
 @pytest.mark.parametrize("with_own", (False, True), ids=("causal", "block"))
-def test_xla_is_the_dense_softmax(with_own, differentiable):
+def test_xla_is_the_dense_softmax(with_own):
     for case, limit in LIMITS.items():
         for sharp in (1.0, 40.0):
             q, k, v, own = inputs(2 * KV_TILE, sharp)
             own = own if with_own else None
             limit = np.array(limit, np.int32)
-            got = attend(q, k, v, limit, own, differentiable=differentiable)
+            got = attend(q, k, v, limit, own)
             assert_close("op", f"{case}, sharpness {sharp}", got, dense(q, k, v, limit, own))
 
 
@@ -106,9 +103,8 @@ def test_any_first_cells(first, limit):
     """Whole tiles before the first cell, first cells at or past the limit."""
     q, k, v, own = inputs(2 * KV_TILE)
     first, limit = (np.array(a, np.int32).reshape(ROWS, QUERIES) for a in (first, limit))
-    for differentiable in (False, True):
-        got = attend(q, k, v, limit, own, first, differentiable=differentiable)
-        assert_close("op", "xla", got, dense(q, k, v, limit, own, first))
+    got = attend(q, k, v, limit, own, first)
+    assert_close("op", "xla", got, dense(q, k, v, limit, own, first))
 
 
 def test_cells_before_the_first_cannot_matter():
@@ -143,7 +139,7 @@ def test_reference_is_the_dense_softmax(first, with_own):
     got = block_attention(
         *map(jnp.asarray, (q, k, v)), GROUP, jnp.asarray(limit), own,
         None if first is None else jnp.asarray(first),
-        scale=SCALE, differentiable=False, impl="reference",
+        scale=SCALE, impl="reference",
     )  # fmt: skip
     assert_close("op", "reference", got, dense(q, k, v, limit, own, first))
 
@@ -157,11 +153,7 @@ def test_unused_cells_cannot_matter(junk, with_own):
     clean = attend(q, k, v, limit, own)
     unused = np.arange(2 * KV_TILE)[None] >= limit.max(axis=1, keepdims=True)
     spoil = lambda a: np.where(unused[None, :, None, :, None], np.float32(junk), a)
-    for differentiable in (False, True):
-        got = attend(q, spoil(k), spoil(v), limit, own, differentiable=differentiable)
-        np.testing.assert_array_equal(
-            got, clean if not differentiable else attend(q, k, v, limit, own, differentiable=True)
-        )
+    np.testing.assert_array_equal(attend(q, spoil(k), spoil(v), limit, own), clean)
 
 
 def test_capacity_never_matters():
@@ -195,7 +187,7 @@ def test_gradients(first):
         both = jnp.concatenate([values, flat(own.v)], axis=1)
         return jnp.einsum("rhit,rthc->rihc", probs, both)
 
-    xla = functools.partial(attend, limit=limit, first=first, differentiable=True)
+    xla = functools.partial(attend, limit=limit, first=first)
 
     @functools.partial(jax.jit, static_argnums=0)
     def grads(call, q, k, v, own_k, own_v):
@@ -210,6 +202,21 @@ def test_gradients(first):
     assert not np.asarray(got[1])[1 - GROUP].any()
 
 
+def test_reverse_mode_keeps_nothing_of_a_tile():
+    """Twice the cells cost their own gradients, not an accumulator of the queries per tile."""
+    loss = lambda q, k, v, limit: jnp.sum(attend(q, k, v, limit, None))
+
+    def work(tiles):
+        q, k, v, _ = inputs(tiles * KV_TILE)
+        q = jnp.repeat(q, 64 // QUERIES + 1, axis=1)
+        limit = jnp.full(q.shape[:2], tiles * KV_TILE, jnp.int32)
+        memory = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, v, limit).compile()
+        return memory.memory_analysis().temp_size_in_bytes, q.nbytes, k.nbytes + v.nbytes
+
+    (few, queries, cells), (many, _, more_cells) = work(8), work(16)
+    assert many - few < more_cells - cells + 4 * queries
+
+
 def test_gradients_of_the_reference():
     """By name; xla against the reference, which is differentiable as it stands."""
     q, k, v, own = inputs(4)
@@ -221,7 +228,7 @@ def test_gradients_of_the_reference():
         def loss(q, k, v, own_k, own_v):
             out = block_attention(
                 q, k, v, GROUP, jnp.asarray(limit), BlockKV(own_k, own_v, own.valid),
-                scale=SCALE, differentiable=True, impl=impl,
+                scale=SCALE, impl=impl,
             )  # fmt: skip
             return jnp.sum(w * out)
 
@@ -260,5 +267,5 @@ def test_unknown_implementation_is_named():
     ):
         block_attention.__wrapped__(
             q, k, v, 0, jnp.zeros((2, 6), jnp.int32), None,
-            scale=1.0, differentiable=False, impl="cuda",
+            scale=1.0, impl="cuda",
         )  # fmt: skip

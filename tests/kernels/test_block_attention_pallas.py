@@ -48,7 +48,7 @@ def inputs(
     return cast(q), cast(k), cast(v), jnp.int32(GROUP), jnp.asarray(limit), own or None
 
 
-call = functools.partial(block_attention, scale=SCALE, differentiable=False)
+call = functools.partial(block_attention, scale=SCALE)
 
 
 quick = functools.partial(jax.jit, compiler_options=QUICK)
@@ -141,9 +141,7 @@ def test_gradients_are_those_of_xla(where):
 
     def loss(q, k, v, own_k, own_v, impl):
         blocks = BlockKV(own_k, own_v, own.valid)
-        out = block_attention(
-            q, k, v, group, limit, blocks, scale=SCALE, differentiable=True, impl=impl
-        )
+        out = block_attention(q, k, v, group, limit, blocks, scale=SCALE, impl=impl)
         return jnp.sum(jnp.sin(jnp.arange(out.size, dtype=jnp.float32)).astype(dtype) * out.ravel())
 
     floats = (q, k, v, own.k, own.v)

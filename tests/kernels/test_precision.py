@@ -42,9 +42,7 @@ OPS = {
         FUSION,
     ),
     "block_attention": (
-        lambda q, k, limit, impl: block_attention(
-            q, k, k, 0, limit, None, scale=1.0, differentiable=True, impl=impl
-        ),
+        lambda q, k, limit, impl: block_attention(q, k, k, 0, limit, None, scale=1.0, impl=impl),
         [f32(1, 2, 2, 4), f32(1, 1, 2, 8, 4), i32(1, 2)],
     ),
     "expert_glu": (functools.partial(expert_glu, tile=2), EXPERTS),

@@ -75,7 +75,7 @@ def attention_mixer(p, x):
     cells = lambda a: jnp.moveaxis(a, 1, 2)[None]
     mixed = block_attention(
         q, cells(k), cells(v), 0, limit, None,
-        scale=CFG.attention.head_dim**-0.5, differentiable=True, impl="xla",
+        scale=CFG.attention.head_dim**-0.5, impl="xla",
     )  # fmt: skip
     return attention_output(p, mixed, gate)
 

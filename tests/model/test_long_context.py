@@ -99,9 +99,7 @@ def test_needles_are_read_from_any_depth(parts):
 
     @jax.jit
     def attend(q: Any, k: Any, v: Any, limit: Any, own: Any) -> Any:
-        return on_mesh.attention(
-            q, k, v, 0, limit, own, None, scale=CHANNEL**-0.5, differentiable=False, env=env
-        )
+        return on_mesh.attention(q, k, v, 0, limit, own, None, scale=CHANNEL**-0.5, env=env)
 
     everything = np.full((1, len(DEPTHS)), CELLS, np.int32)
     for name, own in (("block", hay.block), ("causal", None)):
