@@ -99,7 +99,7 @@ def _add_cells(
 
 
 def _forward(scale: float, part: Part, folded: Array, *cells: Array) -> tuple[Part, Any]:
-    after = _add_cells(scale, part, folded, *cells)
+    after: Any = _add_cells(scale, part, folded, *cells)
     return after, (part.top, after.top, folded, *cells)
 
 
