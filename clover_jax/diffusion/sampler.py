@@ -404,10 +404,13 @@ def _forward(
     if not loop.fuse_commit:
         cache = lax.cond(committing.any(), commit, lambda c: c, state.cache)
         return cache, *preview(cache)
-    fused = lambda cache: loop.passes.commit_and_preview(
-        params, tokens, n_commit, canvas, n_valid, cache, step
+    # Every read before the next write: else XLA copies the whole cache out of the branches.
+    in_order = lax.optimization_barrier
+    fused = lambda cache: in_order(
+        loop.passes.commit_and_preview(params, tokens, n_commit, canvas, n_valid, cache, step)
     )
-    return lax.cond(committing.any(), fused, lambda c: (c, *preview(c)), state.cache)
+    alone = lambda cache: in_order((cache, *preview(cache)))
+    return lax.cond(committing.any(), fused, alone, state.cache)
 
 
 def _write(text: Text, canvas: Canvas, offset: Array, written: Array) -> Text:

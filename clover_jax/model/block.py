@@ -233,6 +233,9 @@ def full_layer(
         own = BlockKV(k, v, lay.valid)
         mixed = attend(q.reshape(q.shape[0], -1, *q.shape[3:]), limit, own, first)
         noisy = noisy + attention_output(p.self_attn, mixed.reshape(q.shape), gate)
+    if clean is not None and cache is not None:
+        # Reads before the next write. Inside a `cond` XLA does not see it, and copies the cache.
+        cache, clean, noisy = lax.optimization_barrier((cache, clean, noisy))
     streams, router = _mlp(p, Streams(clean, noisy), at, layout, cfg, env)
     return streams, cache, LayerStats(router, None)
 
