@@ -92,11 +92,13 @@ class CoresetConfig:
         mass: what is pooled: `top_k` router weights outside a token's own top-k count as 0,
             `softmax` all of them.
         pool: over the block's valid rows: `sum`, or `max` (keeps one token's lonely specialist).
+        frozen: a block that is decoded keeps the experts of its first step.
     """
 
     top_p: float
     mass: Literal["top_k", "softmax"] = "top_k"
     pool: Literal["sum", "max"] = "sum"
+    frozen: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -370,6 +370,7 @@ class Generator:
             vocab_size=cfg.vocab_size,
             num_layers=cfg.num_layers,
             limit=_bucket(limit, 128),
+            coreset=sampler.frozen_coreset(cfg) if loop.mode == "block" else None,
             **replicate(by_row, self.env),
         )
         return state, reused

@@ -15,7 +15,7 @@ import numpy as np
 
 from clover_jax.diffusion import sampler
 from clover_jax.diffusion.generate import Generator, Request
-from clover_jax.diffusion.sampler import Loop, ModelPasses, blank_canvas
+from clover_jax.diffusion.sampler import Loop, ModelPasses
 from clover_jax.diffusion.sampling_config import SamplerConfig, sampler_params
 from clover_jax.errors import CloverError
 
@@ -166,9 +166,8 @@ def infill(
     for r, request in enumerate(requests):
         tokens[r, : len(request.tokens)] = request.tokens
         masked[r, : len(request.masked)] = request.masked
-    canvas = blank_canvas(len(rows), block)
     state = state._replace(
-        canvas=canvas._replace(tokens=jnp.asarray(tokens), masked=jnp.asarray(masked))
+        canvas=state.canvas._replace(tokens=jnp.asarray(tokens), masked=jnp.asarray(masked))
     )
     rules = without_stops(generator).rules
     params = sampler_params([sampling] * len(rows))

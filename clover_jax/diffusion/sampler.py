@@ -87,8 +87,9 @@ class ModelPasses:
     ) -> tuple[Array, StackStats | None]:
         """See `Passes`."""
         return transformer.preview(
-            params, canvas.tokens, canvas.masked, n_valid, cache, cfg=self.cfg, env=self.env
-        )
+            params, canvas.tokens, canvas.masked, n_valid, cache,
+            cfg=self.cfg, env=self.env, coreset=canvas.coreset,
+        )  # fmt: skip
 
     def commit_and_preview(
         self, params: Any, tokens: Array, n_commit: Array, canvas: "Canvas", n_valid: Array,
@@ -97,8 +98,9 @@ class ModelPasses:
         """See `Passes`."""
         clean = transformer.CleanInput(tokens, n_commit)
         return transformer.commit_and_preview(
-            params, clean, canvas.tokens, canvas.masked, n_valid, cache, cfg=self.cfg, env=self.env
-        )
+            params, clean, canvas.tokens, canvas.masked, n_valid, cache,
+            cfg=self.cfg, env=self.env, coreset=canvas.coreset,
+        )  # fmt: skip
 
     def next_logits(self, params: Any, cache: Any) -> Array:
         """See `Passes`."""
@@ -146,6 +148,7 @@ class Canvas(NamedTuple):
     confidence: Float[Array, "rows block"]  # of the latest preview's pick
     revealed_at: Int[Array, "rows block"]  # step in the block, -1 while masked
     guess: Int[Array, "rows block"]  # the latest preview's pick at every position
+    coreset: Bool[Array, "rows layers experts"] | None = None  # frozen; no members: none yet
 
 
 class Text(NamedTuple):
@@ -208,6 +211,7 @@ def start(
     seed: UInt32[Array, " rows"],
     sample_index: UInt32[Array, " rows"],
     context: Int[Array, ""],
+    coreset: tuple[int, int] | None = None,
 ) -> DecodeState:
     """State after the prompts' prefill.
 
@@ -222,6 +226,7 @@ def start(
         seed: of each row's request.
         sample_index: which of the request's samples the row is.
         context: positions that cache and model hold.
+        coreset: (layers, experts) where a block keeps its first step's coreset.
     """
     rows, block = cache.rows, loop.block
     fill = lambda width, value, dtype: jnp.full((rows, width), value, dtype)
@@ -230,7 +235,7 @@ def start(
         cache=cache,
         response=start_response(thinking_open),
         counts=jnp.zeros((rows, vocab_size), jnp.int32),
-        canvas=blank_canvas(rows, block),
+        canvas=blank_canvas(rows, block, coreset),
         step=zeros(),
         pending=jnp.zeros((rows,), bool),
         finish=jnp.where((max_tokens > 0) & (cache.length < context), RUNNING, LENGTH),
@@ -299,6 +304,7 @@ def decode_step(
         confidence=jnp.where(masked, confidence, canvas.confidence),
         revealed_at=jnp.where(reveal, step[:, None], canvas.revealed_at),
         guess=jnp.where(masked, guess, canvas.guess),
+        coreset=chosen_coreset(stats),
     )
     margin = state.margin
     if loop.margins:
@@ -353,8 +359,21 @@ def _by_row(f: Any, args: Any) -> Any:
     return lax.fori_loop(0, lax.optimization_barrier(jnp.int32(rows)), body, out)
 
 
-def blank_canvas(rows: int, block: int) -> Canvas:
-    """Blocks that are all masks."""
+def frozen_coreset(cfg: ModelConfig) -> tuple[int, int] | None:
+    """(layers, experts) of what a block carries from step to step, None if it carries nothing."""
+    m = cfg.moe
+    return (cfg.num_layers, m.num_experts) if m.coreset is not None and m.coreset.frozen else None
+
+
+def chosen_coreset(stats: StackStats | None) -> Bool[Array, "rows layers experts"] | None:
+    """What a preview of one block a row chose its experts from, where a block keeps that."""
+    if stats is None or stats.router.coreset is None:
+        return None
+    return jnp.moveaxis(stats.router.coreset[:, :, 0], 0, 1)
+
+
+def blank_canvas(rows: int, block: int, coreset: tuple[int, int] | None = None) -> Canvas:
+    """Blocks that are all masks; `coreset`: (layers, experts) where a block keeps its own."""
     fill = lambda value, dtype: jnp.full((rows, block), value, dtype)
     return Canvas(
         tokens=fill(0, jnp.int32),
@@ -363,6 +382,7 @@ def blank_canvas(rows: int, block: int) -> Canvas:
         confidence=fill(0, jnp.float32),
         revealed_at=fill(-1, jnp.int32),
         guess=fill(0, jnp.int32),
+        coreset=None if coreset is None else jnp.zeros((rows, *coreset), bool),
     )
 
 
@@ -371,8 +391,10 @@ def _open_blocks(
 ) -> tuple[Canvas, ResponseState, Array, Array]:
     """A blank canvas, and the committed tokens accounted for, in rows that go on to a new block."""
     rows, block = state.canvas.tokens.shape
+    kept = state.canvas.coreset
     blank = blank_canvas(rows, block)
-    fresh = lambda old, new: jnp.where(committing[:, None], new, old)
+    blank = blank._replace(coreset=None if kept is None else jnp.zeros_like(kept))
+    fresh = lambda old, new: jnp.where(committing.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
     tokens = state.canvas.tokens
     added = jnp.broadcast_to(committing[:, None], tokens.shape)
     n = jnp.where(committing, block, 0)

@@ -27,7 +27,7 @@ from clover_jax.data.tokenizer import Tokenizer
 from clover_jax.diffusion.generate import Generator, compiled_prefill
 from clover_jax.diffusion.penalties import forbid
 from clover_jax.diffusion.reveal import reveal_mask
-from clover_jax.diffusion.sampler import Rules
+from clover_jax.diffusion.sampler import Rules, blank_canvas, chosen_coreset, frozen_coreset
 from clover_jax.diffusion.stop import block_finished, candidates, first_position, first_stop
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
@@ -74,6 +74,7 @@ class Replay:
 class _Canvas(NamedTuple):
     tokens: Int[Array, "rows block"]
     masked: Bool[Array, "rows block"]
+    coreset: Bool[Array, "rows layers experts"] | None
 
 
 class _Step(NamedTuple):
@@ -157,7 +158,8 @@ def _run(
         generator.params, jnp.asarray(prefix), n_prefix, empty_cache(cfg, rows, width + block),
         chunk=PREFIX_BUCKET, cfg=cfg, env=env,
     )  # fmt: skip
-    canvas = _Canvas(jnp.zeros((rows, block), jnp.int32), jnp.ones((rows, block), bool))
+    blank = blank_canvas(rows, block, frozen_coreset(cfg))
+    canvas = _Canvas(blank.tokens, blank.masked, blank.coreset)
     found: list[_Step] = []
     for _ in range(block):
         canvas, step, running = _denoise(
@@ -184,12 +186,12 @@ def _denoise(
     cfg: ModelConfig,
     env: Env,
 ) -> tuple[_Canvas, _Step, Bool[Array, ""]]:
-    tokens, masked = canvas
+    tokens, masked, coreset = canvas
     rows, block = tokens.shape
     whole = jnp.full((rows,), block, jnp.int32)
     inside = jnp.arange(block, dtype=jnp.int32)[None] < n_tokens[:, None]
     live = ~_finished(canvas, rules, inside, whole, rule)
-    logits, _ = preview(params, tokens, masked, whole, cache, cfg=cfg, env=env)
+    logits, stats = preview(params, tokens, masked, whole, cache, cfg=cfg, env=env, coreset=coreset)
     logits = forbid(logits, rules.forbidden)
     guess = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     confidence = jnp.exp(jnp.max(logits, axis=-1) - jax.nn.logsumexp(logits, axis=-1))
@@ -205,7 +207,7 @@ def _denoise(
         reveal, _ = reveal_mask(masked, confidence, candidates(masked, stop, whole), threshold)
         taken = guess
     reveal = reveal & live[:, None]
-    after = _Canvas(jnp.where(reveal, taken, tokens), masked & ~reveal)
+    after = _Canvas(jnp.where(reveal, taken, tokens), masked & ~reveal, chosen_coreset(stats))
     step = _Step(live, masked & inside & live[:, None], reveal & inside, confidence, right)
     return after, step, ~_finished(after, rules, inside, whole, rule).all()
 

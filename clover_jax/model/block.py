@@ -104,6 +104,7 @@ class LayerIndex(NamedTuple):
     group: Any  # int or traced
     layer: Any  # GDN layer within the group
     allowed: Bool[Array, " experts"] | None
+    coreset: Bool[Array, "rows experts"] | None = None  # frozen, of the rows' blocks
 
 
 def linear_layer_specs(cfg: ModelConfig) -> LinearLayer:
@@ -266,6 +267,7 @@ def _mlp(
         jnp.concatenate(valid, axis=1),
         at.allowed,
         blocks,
+        at.coreset,
         cfg=cfg,
         env=env,
     )

@@ -68,6 +68,7 @@ class RouterStats(NamedTuple):
     z: Float[Array, " rows"]  # sum of logsumexp(logits)²
     margin: Float[Array, " rows"]  # smallest gap between the k-th and the next router logit
     coreset_margin: Float[Array, " rows"]  # smallest |share - top_p|, inf without a coreset
+    coreset: Bool[Array, "rows blocks experts"] | None = None  # membership, if it may be frozen
 
 
 def moe_specs(cfg: ModelConfig) -> MoEParams:
@@ -96,6 +97,7 @@ def moe(
     valid: Bool[Array, "rows time"],
     allowed: Bool[Array, " experts"] | None,
     blocks: tuple[int, int] | None,
+    frozen: Bool[Array, "rows experts"] | None = None,
     *,
     cfg: ModelConfig,
     env: Env,
@@ -109,10 +111,11 @@ def moe(
         allowed: experts that exist in this layer; the others get -inf before the softmax.
         blocks: (blocks, block) when the last blocks·block positions are denoised blocks, whose
             experts come from a coreset if the config has one.
+        frozen: coresets of earlier steps of the rows' blocks; a row without a member chooses anew.
         cfg: sizes and switches.
         env: expert path.
     """
-    routing, stats = route(p, x, valid, allowed, blocks, cfg=cfg)
+    routing, stats = route(p, x, valid, allowed, blocks, frozen, cfg=cfg)
     y = expert_mlp(p.experts, x, routing, valid, cfg=cfg, env=env)
     s = p.shared_expert
     shared = (jax.nn.silu(x @ s.gate_proj) * (x @ s.up_proj)) @ s.down_proj
@@ -125,6 +128,7 @@ def route(
     valid: Bool[Array, "rows time"],
     allowed: Bool[Array, " experts"] | None,
     blocks: tuple[int, int] | None,
+    frozen: Bool[Array, "rows experts"] | None = None,
     *,
     cfg: ModelConfig,
 ) -> tuple[Routing, RouterStats]:
@@ -135,13 +139,17 @@ def route(
     expert, margin = _top_k(logits, m.top_k)
     keep = valid[..., None] & jnp.isfinite(logits)
     chosen = _members(expert, m.num_experts) & keep
-    coreset_margin = jnp.full(valid.shape[:1], jnp.inf, jnp.float32)
+    coreset_margin, members = jnp.full(valid.shape[:1], jnp.inf, jnp.float32), None
     if blocks is not None and m.coreset is not None:
         size = blocks[0] * blocks[1]
         by_block = lambda a: a[:, -size:].reshape(a.shape[0], *blocks, *a.shape[2:])
         members, crossing = coreset(
             by_block(probs), by_block(chosen), by_block(valid), cfg=m.coreset, top_k=m.top_k
         )
+        if frozen is not None:
+            kept = jnp.any(frozen, axis=-1)[:, None]
+            members = jnp.where(kept[..., None], frozen[:, None], members)
+            crossing = jnp.where(kept, jnp.inf, crossing)
         inside = jnp.where(members[:, :, None], by_block(logits), -jnp.inf)
         restricted, gap = _top_k(inside.reshape(x.shape[0], size, -1), m.top_k)
         expert = jnp.concatenate([expert[:, :-size], restricted], axis=1)
@@ -160,6 +168,7 @@ def route(
         z=jnp.sum(jnp.where(valid, jax.nn.logsumexp(logits, axis=-1) ** 2, 0.0), axis=1),
         margin=jnp.min(jnp.where(valid, margin, jnp.inf), axis=1),
         coreset_margin=coreset_margin,
+        coreset=members if m.coreset is not None and m.coreset.frozen else None,
     )
     return Routing(expert, weight), stats
 

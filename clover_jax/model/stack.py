@@ -90,6 +90,7 @@ def apply_stack(
     cache: DecodeCache | None,
     layout: Layout,
     allowed: Bool[Array, "layers experts"] | None,
+    coreset: Bool[Array, "layers rows experts"] | None = None,
     *,
     cfg: ModelConfig,
     env: Env,
@@ -103,6 +104,7 @@ def apply_stack(
         cache: the prefix; written iff there is a clean stream. None: empty, differentiable.
         layout: positions.
         allowed: experts that exist, per layer.
+        coreset: frozen ones of the rows' blocks, per layer.
         cfg: the model.
         env: rematerialisation and implementation choices.
         taps: also return every GDN layer's values before the gated norm.
@@ -111,26 +113,26 @@ def apply_stack(
     if existing is not None:
         allowed = existing if allowed is None else existing & allowed
     if isinstance(layers, tuple):
-        return _unrolled(layers, streams, cache, layout, allowed, cfg, env, taps)
+        return _unrolled(layers, streams, cache, layout, (allowed, coreset), cfg, env, taps)
     writes = streams.clean is not None
 
     def group(carry: tuple, xs: tuple) -> tuple[tuple, tuple]:
-        p, g, allowed = xs
+        p, g, experts = xs
 
         def linear(carry: tuple, xs: tuple) -> tuple[tuple, tuple]:
-            p, j, allowed = xs
+            p, j, experts = xs
             streams, own = carry
             streams, own, stats, values = linear_layer(
-                p, streams, own if writes else cache, LayerIndex(g, j, allowed), layout,
+                p, streams, own if writes else cache, LayerIndex(g, j, *experts), layout,
                 cfg=cfg, env=env,
             )  # fmt: skip
             return (streams, own if writes else None), (stats, values if taps else None)
 
         n = cfg.linear_per_group
-        first = None if allowed is None else allowed[:n]
+        first, last = (jax.tree.map(lambda a, i=i: a[i], experts) for i in (np.s_[:n], n))
         carry, (linear_stats, values) = lax.scan(linear, carry, (p.linear, jnp.arange(n), first))
         streams, own = carry
-        last = LayerIndex(g, None, None if allowed is None else allowed[n])
+        last = LayerIndex(g, None, *last)
         streams, own, full_stats = full_layer(
             p.full, streams, own if writes else cache, last, layout, cfg=cfg, env=env
         )
@@ -138,13 +140,11 @@ def apply_stack(
 
     keep = jax.checkpoint_policies.save_only_these_names(ROUTING)
     body = jax.checkpoint(group, policy=keep) if env.remat else group
-    by_group = None
-    if allowed is not None:
-        by_group = allowed.reshape(cfg.num_groups, cfg.full_attention_interval, -1)
+    grouped = lambda a: a.reshape(cfg.num_groups, cfg.full_attention_interval, *a.shape[1:])
     (streams, own), (linear_stats, full_stats, values) = lax.scan(
         body,
         (streams, cache if writes else None),
-        (layers, jnp.arange(cfg.num_groups), by_group),
+        (layers, jnp.arange(cfg.num_groups), jax.tree.map(grouped, (allowed, coreset))),
     )
     flat = lambda a: a.reshape(-1, *a.shape[2:])
     router = jax.tree.map(
@@ -162,7 +162,7 @@ def _unrolled(
     streams: Streams,
     cache: DecodeCache | None,
     layout: Layout,
-    allowed: Any,
+    experts: tuple[Any, Any],
     cfg: ModelConfig,
     env: Env,
     taps: bool,
@@ -170,7 +170,7 @@ def _unrolled(
     stats, values, left = [], [], []
     for i, p in enumerate(layers):
         g, j = divmod(i, cfg.full_attention_interval)
-        at = LayerIndex(g, j, None if allowed is None else allowed[i])
+        at = LayerIndex(g, j, *(None if a is None else a[i] for a in experts))
         if isinstance(p, LinearLayer):
             # Alone: XLA would copy all layers' states at each write (jax 0.11.2, CPU).
             own = None if cache is None else _layer_alone(cache, g, j)

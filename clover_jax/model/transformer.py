@@ -59,6 +59,7 @@ class NoisyInput(NamedTuple):
     n_valid: Int[Array, "rows blocks"]
     index: Int[Array, "rows blocks"] | None  # clean rows before each block; None: all of them
     start: Int[Array, "rows blocks"] | None = None  # column of the first token of its sample
+    coreset: Bool[Array, "rows layers experts"] | None = None  # frozen; see `moe.moe`
 
 
 class PassOutput(NamedTuple):
@@ -221,6 +222,7 @@ def forward(
         cache,
         Layout(lay_clean, lay_noisy),
         experts,
+        None if noisy is None or noisy.coreset is None else jnp.moveaxis(noisy.coreset, 1, 0),
         cfg=cfg,
         env=env,
         taps=taps,
@@ -259,9 +261,13 @@ def preview(
     cfg: ModelConfig,
     env: Env,
     experts: Bool[Array, "layers experts"] | None = None,
+    coreset: Bool[Array, "rows layers experts"] | None = None,
 ) -> tuple[Float[Array, "rows block vocab"], StackStats]:
-    """Denoising pass over one block per row: logits of each position's own token."""
-    noisy = NoisyInput(tokens[:, None], masked[:, None], n_valid[:, None], None)
+    """Denoising pass over one block per row: logits of each position's own token.
+
+    A `coreset` that earlier steps chose (`stats.router.coreset`) stays where it has members.
+    """
+    noisy = NoisyInput(tokens[:, None], masked[:, None], n_valid[:, None], None, coreset=coreset)
     out = _pass(params, None, noisy, cache, cfg, env, "block", experts)
     return out.logits[:, 0], out.stats
 
@@ -277,9 +283,10 @@ def commit_and_preview(
     cfg: ModelConfig,
     env: Env,
     experts: Bool[Array, "layers experts"] | None = None,
+    coreset: Bool[Array, "rows layers experts"] | None = None,
 ) -> tuple[DecodeCache, Float[Array, "rows block vocab"], StackStats]:
     """Commit a finished block and preview the next one in one pass over the weights."""
-    noisy = NoisyInput(tokens[:, None], masked[:, None], n_valid[:, None], None)
+    noisy = NoisyInput(tokens[:, None], masked[:, None], n_valid[:, None], None, coreset=coreset)
     out = _pass(params, clean, noisy, cache, cfg, env, "block", experts)
     return out.cache, out.logits[:, 0], out.stats
 

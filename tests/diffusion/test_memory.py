@@ -26,12 +26,13 @@ def rules(vocab: int) -> Rules:
     return Rules(jnp.zeros(vocab, bool), jnp.zeros(1, jnp.int32), jnp.int32(-1))
 
 
-def start(cache: Any, loop: Loop) -> Any:
+def start(cache: Any, loop: Loop, **options: Any) -> Any:
     cfg, full = loop.passes.cfg, functools.partial(jnp.full, ROWS)
     return sampler.start(
         cache, loop=loop, vocab_size=cfg.vocab_size, num_layers=cfg.num_layers, limit=LIMIT,
         max_tokens=full(LIMIT), thinking_open=full(False), seed=full(0, jnp.uint32),
         sample_index=full(0, jnp.uint32), context=jnp.int32(cfg.max_position_embeddings),
+        **options,
     )  # fmt: skip
 
 
@@ -73,6 +74,7 @@ def test_a_decoding_loop_works_in_the_caches_own_memory(mode, fuse):
     assert work[16_384] - work[4_096] < 0.01 * size  # what it works in does not grow with the cache
 
 
+@pytest.mark.slow
 def test_a_state_that_was_given_away_says_so():
     cfg = small.config()
     loop = loop_of(cfg, "block")
