@@ -86,6 +86,22 @@ def block_indices(
     )
 
 
+def later_closes(
+    reveal: Bool[Array, "rows block"],
+    guess: Int[Array, "rows block"],
+    thinking: Bool[Array, "rows block"],
+    think_close: Int[Array, ""],
+) -> Bool[Array, "rows block"]:
+    """Positions that a step would reveal as further `</think>` of the same open thinking.
+
+    The ramp pushes every position to its right as if thinking were open there; once the first
+    stands it is not. So these stay masked and are chosen anew in the next step.
+    """
+    closes = reveal & thinking & (guess == think_close)
+    place = jnp.arange(guess.shape[1], dtype=jnp.int32)[None]
+    return closes & (place > first_position(closes)[:, None])
+
+
 def advance(
     state: ResponseState,
     tokens: Int[Array, "rows block"],

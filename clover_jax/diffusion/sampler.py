@@ -26,6 +26,7 @@ from clover_jax.diffusion.ramps import (
     ResponseState,
     advance,
     block_indices,
+    later_closes,
     ramp_bias,
     start_response,
 )
@@ -276,7 +277,8 @@ def decode_step(
     masked = canvas.masked
     stop = first_stop(canvas.tokens, ~masked, rules.stop_ids)
     current = response_counts(counts, canvas.tokens, counting(masked, stop))
-    bias = ramp_bias(block_indices(response, canvas.tokens, ~masked, rules.think_close), sampling)
+    indices = block_indices(response, canvas.tokens, ~masked, rules.think_close)
+    bias = ramp_bias(indices, sampling)
     processed = process_logits(
         logits,
         current,
@@ -297,6 +299,7 @@ def decode_step(
     reveal, error = reveal_mask(
         masked, confidence, open_positions, sampling.threshold, score, at_least
     )
+    reveal = reveal & ~later_closes(reveal, guess, indices.thinking, rules.think_close)
     canvas = Canvas(
         tokens=jnp.where(reveal, guess, canvas.tokens),
         masked=masked & ~reveal,

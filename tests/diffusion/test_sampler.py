@@ -542,6 +542,15 @@ def test_a_stop_counts_where_the_text_can_still_hold_it():
     assert all(got.committed == [6] * 8 for got in found)
 
 
+def test_a_steep_ramp_closes_thinking_once():
+    """It pushes every position at once; right of the first `</think>` there is none to close."""
+    settings = SamplerConfig(threshold=0.0, thinking_ramp=RampConfig(start=2, slope=50.0))
+    row = Row(logits=sevens(), settings=settings, thinking_open=True, max_tokens=16)
+    got = decode(row, row, ids=IDS)[0]
+    assert got.tokens == [7, 7, 7, 4] + [7] * 12
+    assert got.previews == 3  # 7 7 7 4, what was right of it, the next block
+
+
 @pytest.mark.parametrize("place", [0, 7])
 def test_a_stop_at_a_block_border(place):
     table = script([dict.fromkeys(range(8), 6)], 8, VOCAB)

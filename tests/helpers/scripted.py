@@ -132,6 +132,18 @@ def denoise_block_numpy(
             forced = [i for i in reveal if sure[i] <= settings.threshold]
             gaps += [score[f] - score[i] for f in forced for i in places if i not in reveal]
         out.margin = min(out.margin, *gaps, *(picks[i][3] for i in reveal))
+        if thinking_open:  # one `</think>` closes it: what it held for the rest is out of date
+            shown = [
+                *response,
+                *(None if m else t for t, m in zip(out.tokens, out.masked, strict=True)),
+            ]
+            closes = [
+                i
+                for i in reveal
+                if picks[i][0] == ids.think_close
+                and ids.think_close not in shown[: len(response) + i]
+            ]
+            reveal = [i for i in reveal if i not in closes[1:]]
         for i in reveal:
             out.tokens[i], out.confidence[i], out.log_probability[i], *_ = picks[i]
             out.masked[i] = False
