@@ -31,7 +31,7 @@ class Env:
         moe_chunk: tokens of a row that go through the experts at once, recomputed in the backward
             pass; it bounds what dispatch keeps. None: all of them.
         impls: kernel op name -> implementation, for ops that should not use `auto`.
-        remat: recompute each layer group in the backward pass.
+        remat: recompute each layer in the backward pass.
         boundary_batch: noisy blocks served at once from their boundary states (memory).
         mesh: the devices, see `sharding.make_mesh`; None: one. Rows are then batched: one program
             mapped over rows that live on several devices would run on all of them in turn.

@@ -5,6 +5,7 @@ scan compiles once per group shape; the tuple avoids the copies that slicing sta
 so small models decode faster with it.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -115,6 +116,13 @@ def apply_stack(
     if isinstance(layers, tuple):
         return _unrolled(layers, streams, cache, layout, (allowed, coreset), cfg, env, taps)
     writes = streams.clean is not None
+    # A layer at a time: a whole group's values would be the largest thing in memory.
+    keep = jax.checkpoint_policies.save_only_these_names(ROUTING)
+    remat = functools.partial(jax.checkpoint, policy=keep, prevent_cse=False)
+    run_linear = functools.partial(linear_layer, cfg=cfg, env=env)
+    run_full = functools.partial(full_layer, cfg=cfg, env=env)
+    if env.remat:
+        run_linear, run_full = remat(run_linear), remat(run_full)
 
     def group(carry: tuple, xs: tuple) -> tuple[tuple, tuple]:
         p, g, experts = xs
@@ -122,10 +130,9 @@ def apply_stack(
         def linear(carry: tuple, xs: tuple) -> tuple[tuple, tuple]:
             p, j, experts = xs
             streams, own = carry
-            streams, own, stats, values = linear_layer(
-                p, streams, own if writes else cache, LayerIndex(g, j, *experts), layout,
-                cfg=cfg, env=env,
-            )  # fmt: skip
+            streams, own, stats, values = run_linear(
+                p, streams, own if writes else cache, LayerIndex(g, j, *experts), layout
+            )
             return (streams, own if writes else None), (stats, values if taps else None)
 
         n = cfg.linear_per_group
@@ -133,16 +140,12 @@ def apply_stack(
         carry, (linear_stats, values) = lax.scan(linear, carry, (p.linear, jnp.arange(n), first))
         streams, own = carry
         last = LayerIndex(g, None, *last)
-        streams, own, full_stats = full_layer(
-            p.full, streams, own if writes else cache, last, layout, cfg=cfg, env=env
-        )
+        streams, own, full_stats = run_full(p.full, streams, own if writes else cache, last, layout)
         return (streams, own if writes else None), (linear_stats, full_stats, values)
 
-    keep = jax.checkpoint_policies.save_only_these_names(ROUTING)
-    body = jax.checkpoint(group, policy=keep) if env.remat else group
     grouped = lambda a: a.reshape(cfg.num_groups, cfg.full_attention_interval, *a.shape[1:])
     (streams, own), (linear_stats, full_stats, values) = lax.scan(
-        body,
+        group,
         (streams, cache if writes else None),
         (layers, jnp.arange(cfg.num_groups), jax.tree.map(grouped, (allowed, coreset))),
     )

@@ -128,7 +128,7 @@ def _pass(job: Job, cfg: ModelConfig, env: Env) -> Any:
 
 
 def _train_step(job: Job, cfg: ModelConfig, env: Env) -> Any:
-    """A step of both streams: float32 masters, bfloat16 pass, layer groups recomputed."""
+    """A step of both streams: float32 masters, bfloat16 pass, layers recomputed."""
     masters = abstract(param_specs(cfg.replace(dtype="float32")))
     optimiser = OptimiserConfig(kind=job.optimiser, learning_rate=1e-4, steps=1000)
     state: Any = jax.eval_shape(lambda p: init_state(p, optimiser), masters)

@@ -69,7 +69,7 @@ class RunConfig:
         lora: what an adapter trains instead of all weights.
         accumulate: parts that a batch's rows run in, one after the other, for less memory.
         compute_dtype: of the pass; None is float32. What is trained is kept in float32.
-        remat: recompute each layer group in the backward pass, with the router's choices kept.
+        remat: recompute each layer in the backward pass, with the router's choices kept.
         evaluation: answers on the way, or None.
     """
 
