@@ -324,9 +324,6 @@ ABLATIONS = (
         kind="evaluate",
         settings=("measure.n=48",),
         axes=(("experts", "accuracy"),),
-        needs="a switch `frozen` of CoresetConfig: `moe` takes the membership [layers, rows, "
-        "experts] of a block's first step in place of computing it, `preview` returns it, and "
-        "`DecodeState` carries it, replaced where a row's step is 0",
     ),
     Ablation(
         id="007_penalties_long",
