@@ -83,7 +83,6 @@ class Ablation:
         settings: of all arms.
         seeds: of training; answers at temperature 0 have no randomness.
         axes: metrics (x, y) of the figure's panels, one for each set of tasks that claims name.
-        needs: what the code lacks to run it; empty if nothing.
     """
 
     id: str
@@ -95,7 +94,6 @@ class Ablation:
     settings: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)
     axes: tuple[tuple[Metric, Metric], ...] = (("tpf", "accuracy"),)
-    needs: str = ""
 
     def arm(self, name: str) -> Arm:
         """The arm of that name.

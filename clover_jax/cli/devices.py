@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,17 +53,35 @@ def joined(flags: Any) -> Iterator[None]:
             "srun, mpirun or a Kubernetes job, or name the job yourself"
         ) from None
     try:
-        if jax.process_index() == 0:
-            yield
-        else:
-            with (
-                open(os.devnull, "w") as nowhere,
-                contextlib.redirect_stdout(nowhere),
-                contextlib.redirect_stderr(nowhere),
-            ):
+        with _own_stdout():
+            if jax.process_index() == 0:
                 yield
+            else:
+                with (
+                    open(os.devnull, "w") as nowhere,
+                    contextlib.redirect_stdout(nowhere),
+                    contextlib.redirect_stderr(nowhere),
+                ):
+                    yield
     finally:
         jax.distributed.shutdown()
+
+
+@contextlib.contextmanager
+def _own_stdout() -> Iterator[None]:
+    """Standard output for what Python prints: Gloo's own lines go to standard error."""
+    sys.stdout.flush()
+    before = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with (
+            open(os.dup(before), "w", encoding=sys.stdout.encoding) as own,
+            contextlib.redirect_stdout(own),
+        ):
+            yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
 
 
 def env_of(flags: DeviceFlags, **settings: Any) -> Env:

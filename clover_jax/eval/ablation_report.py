@@ -102,12 +102,10 @@ def readme(ablation: Ablation, results: Sequence[Result], notes: str) -> str:
 def _verdict(ablation: Ablation, results: Sequence[Result]) -> str:
     if results:
         return f"{verdict(ablation, results)}."
-    return "None: it cannot run yet." if ablation.needs else "None: not run."
+    return "None: not run."
 
 
 def _how(ablation: Ablation, results: Sequence[Result]) -> str:
-    if ablation.needs:
-        return f"To run it, the code needs {ablation.needs}."
     command = f"`clover ablate run {ablation.id}`"
     if not results:
         if ablation.kind == "evaluate":

@@ -210,10 +210,8 @@ def run(
 
     Raises:
         OutOfTime: the clock's time is over.
-        CloverError: results of another configuration, no such arm or seed, or it cannot run yet.
+        CloverError: results of another configuration, or no such arm or seed.
     """
-    if ablation.needs:
-        raise CloverError(f"{ablation.id} cannot run yet: it needs {ablation.needs}")
     chosen = {ablation.arm(name).name for name in arms}
     for seed in seeds:
         if seed not in ablation.seeds:

@@ -44,8 +44,6 @@ class Difference:
 def state(ablation: Ablation, results: Sequence[Result]) -> str:
     """How much of an ablation was run."""
     total = len(ablation.arms) * len(ablation.seeds)
-    if ablation.needs:
-        return "cannot run yet"
     if not results:
         return "not run"
     return "done" if len(results) == total else f"{len(results)} of {total} runs"

@@ -151,8 +151,7 @@ def test_a_verdict_names_what_failed():
     )
     assert state(TINY, found) == "done" and state(TINY, found[:1]) == "1 of 3 runs"
     assert verdict(TINY, found[:1]).startswith("0 of 3 expectations hold. not run: accuracy")
-    lacking = dataclasses.replace(TINY, needs="a switch")
-    assert state(lacking, []) == "cannot run yet" and state(TINY, []) == "not run"
+    assert state(TINY, []) == "not run"
 
 
 def test_trainings_need_three_seeds_to_claim():
@@ -243,8 +242,6 @@ def test_refusals_before_anything_runs(measured: list[str], tmp_path: Path):
         run(TINY, tmp_path, arms=["D"])
     with pytest.raises(CloverError, match="no seed 7"):
         run(TINY, tmp_path, seeds=[7])
-    with pytest.raises(CloverError, match="it needs a switch"):
-        run(dataclasses.replace(TINY, needs="a switch"), tmp_path)
     with pytest.raises(CloverError, match=r"config\.json"):
         run(TINY, tmp_path, parent=tmp_path)
     (tmp_path / "results.jsonl").write_text('{"arm": 1}\n')
@@ -350,8 +347,7 @@ def test_a_finished_training_is_not_repeated(
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> tuple[Ablation, ...]:
-    lacking = dataclasses.replace(TINY, id="904_lacking", needs="a switch `frozen`")
-    found = (TINY, CONVERSION, lacking)
+    found = (TINY, CONVERSION)
     monkeypatch.setattr(ablations, "ABLATIONS", found)
     monkeypatch.setattr(ablation_report, "ABLATIONS", found)
     return found
@@ -377,8 +373,6 @@ def test_the_command_runs_lists_and_reports(
     assert (tmp_path / "901_tiny" / "figure.png").read_bytes().startswith(b"\x89PNG")
     unrun = (tmp_path / "903_conversion" / "README.md").read_text()
     assert "6 trainings" in unrun and "clover ablate run 903_conversion --parent" in unrun
-    lacking = (tmp_path / "904_lacking" / "README.md").read_text()
-    assert "the code needs a switch `frozen`" in lacking
     _index_is_replaced_notes_are_kept(clover, tmp_path)
 
 
@@ -405,7 +399,6 @@ def _index_is_replaced_notes_are_kept(clover: Clover, experiments: Path):
         (("run", "901", "--parent", "nowhere"), "nowhere is not a folder"),
         (("run", "901", "--minutes", "0"), "--minutes is 0.0"),
         (("run", "901", "--arm", "Z"), "no arm 'Z'"),
-        (("run", "904"), "cannot run yet"),
         (("report",), "does not exist"),
     ],
 )
