@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 RUN = "import sys; from clover_jax.cli import main; sys.exit(main())"
-ASKED = ("generate", "two cats and three ants", "--mesh", "2x2x2", "--json", "--max-tokens", "12")
+ASKED = ("generate", "two cats and three ants", "--mesh", "2x2x2", "--json", "--max-tokens", "3")
 
 
 def ids(said: str) -> list[int]:
@@ -54,6 +54,7 @@ def test_two_processes_of_a_slurm_job_answer_as_one(model: Path, clover, tmp_pat
     finally:
         for process in run:
             process.kill()
+            process.communicate()
     assert [process.returncode for process in run] == [0, 0], said
     assert said[1][0] == ""
     alone = clover(*ASKED, "--checkpoint", model)
