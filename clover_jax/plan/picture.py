@@ -30,20 +30,26 @@ def draw(plans: dict[str, Plan], path: Path) -> None:
             names.pop(name, None)  # one entry in the legend
             axes.bar(x, height, 0.6, bottom, color=colours[name], label=label)
             bottom += height
-        axes.text(x, bottom, f" {bottom:.1f}", ha="center", va="bottom", fontsize=9)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        axes.text(x, bottom, f"{bottom:.1f}", ha="center", va="bottom", fontsize=9, bbox=box)
     tallest = max(sum(s.device for s in p.parts.values()) for p in plans.values())
     limits: dict[int, list[str]] = {}
     for device in DEVICES:
         limits.setdefault(device.memory, []).append(device.name)
     shown = sorted(limits)[: 1 + sum(limit < tallest for limit in limits)]  # one above all bars
-    for limit in shown:
-        height = limit / 2**30
-        axes.axhline(height, color="black", linewidth=0.8, linestyle="--")
-        axes.text(len(plans) - 0.6, height, " / ".join(limits[limit]), fontsize=8, va="bottom")
-    axes.set_xlim(-0.5, len(plans) + 0.1)
+    top = 1.12 * max(tallest, shown[-1])
+    label: list[str] = []
+    for limit, following in zip(shown, [*shown[1:], None], strict=True):
+        axes.axhline(limit / 2**30, color="black", linewidth=0.8, linestyle="--", zorder=0)
+        label += limits[limit]
+        if following is None or following - limit > 0.035 * top:  # else one text for both
+            text = " / ".join(label)
+            axes.text(len(plans) - 0.6, limit / 2**30, text, fontsize=8, va="bottom")
+            label = []
+    axes.set_xlim(-0.5, len(plans) + 0.3)
     axes.set_xticks(range(len(plans)), plans)
     axes.set_ylabel("GiB on each device")
-    axes.set_ylim(0, 1.12 * max(tallest, shown[-1]) / 2**30)
+    axes.set_ylim(0, top / 2**30)
     figure.legend(loc="outside right upper", fontsize=8)
     try:
         figure.savefig(path, dpi=120)
