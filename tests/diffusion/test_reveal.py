@@ -13,6 +13,7 @@ from clover_jax.diffusion.ramps import (
     ResponseState,
     advance,
     block_indices,
+    later_closes,
     ramp_bias,
     start_response,
 )
@@ -66,7 +67,8 @@ def denoise_step(logits, canvas, step, structure):
     tokens, masked, params = canvas.tokens, canvas.masked, canvas.params
     stop = first_stop(tokens, ~masked, canvas.stop_ids)
     counts = response_counts(canvas.committed, tokens, counting(masked, stop))
-    bias = ramp_bias(block_indices(canvas.state, tokens, ~masked, canvas.think_close), params)
+    indices = block_indices(canvas.state, tokens, ~masked, canvas.think_close)
+    bias = ramp_bias(indices, params)
     p = process_logits(
         logits,
         counts,
@@ -86,6 +88,7 @@ def denoise_step(logits, canvas, step, structure):
     reveal, error = reveal_mask(
         masked, confidence, candidates(masked, stop, n_valid), params.threshold
     )
+    reveal = reveal & ~later_closes(reveal, chosen, indices.thinking, canvas.think_close)
     tokens, masked = jnp.where(reveal, chosen, tokens), masked & ~reveal
     stop = first_stop(tokens, ~masked, canvas.stop_ids)
     finished = block_finished(masked, stop, canvas.limit)
