@@ -38,14 +38,14 @@ def draw(plans: dict[str, Plan], path: Path) -> None:
         limits.setdefault(device.memory, []).append(device.name)
     shown = sorted(limits)[: 1 + sum(limit < tallest for limit in limits)]  # one above all bars
     top = 1.12 * max(tallest, shown[-1])
-    label: list[str] = []
+    near: list[str] = []
     for limit, following in zip(shown, [*shown[1:], None], strict=True):
         axes.axhline(limit / 2**30, color="black", linewidth=0.8, linestyle="--", zorder=0)
-        label += limits[limit]
+        near += limits[limit]
         if following is None or following - limit > 0.035 * top:  # else one text for both
-            text = " / ".join(label)
+            text = " / ".join(near)
             axes.text(len(plans) - 0.6, limit / 2**30, text, fontsize=8, va="bottom")
-            label = []
+            near = []
     axes.set_xlim(-0.5, len(plans) + 0.3)
     axes.set_xticks(range(len(plans)), plans)
     axes.set_ylabel("GiB on each device")
