@@ -386,7 +386,7 @@ class Generator:
             state = sampler.run_step(*args, loop=loop)
             if not trace:
                 return state, []
-            canvas = jax.tree.map(lambda a: a[None], state.canvas)
+            canvas = jax.tree.map(lambda a: a[None], state.canvas._replace(coreset=None))
             return state, self._canvas_events(canvas, state.step[None], ran[None], state)
         state, record = sampler.run_block(*args, loop=loop)
         if not trace:

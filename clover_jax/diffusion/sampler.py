@@ -525,7 +525,8 @@ def run_block(
 ) -> tuple[DecodeState, Trace]:
     """Driver 2: steps until some row has resolved a block, with their canvases."""
     most = loop.block + 1
-    buffers = jax.tree.map(lambda a: jnp.zeros((most, *a.shape), a.dtype), state.canvas)
+    shown = lambda state: state.canvas._replace(coreset=None)  # nobody looks at that
+    buffers = jax.tree.map(lambda a: jnp.zeros((most, *a.shape), a.dtype), shown(state))
     by_step = lambda dtype: jnp.zeros((most, *state.step.shape), dtype)
     trace = Trace(buffers, by_step(jnp.int32), by_step(bool), jnp.int32(0))
 
@@ -534,7 +535,7 @@ def run_block(
         ran = state.finish == RUNNING
         state = decode_step(params, state, sampling, rules, loop)
         put = lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, trace.used, 0)
-        canvas = jax.tree.map(put, trace.canvas, state.canvas)
+        canvas = jax.tree.map(put, trace.canvas, shown(state))
         step, ran = put(trace.step, state.step), put(trace.ran, ran)
         return state, Trace(canvas, step, ran, trace.used + 1)
 

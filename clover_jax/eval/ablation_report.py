@@ -22,7 +22,7 @@ FIGURE, NOTES = "figure.png", "notes.md"
 BEGIN, END = "<!-- ablations: written by `clover ablate report` -->", "<!-- end of ablations -->"
 PERCENT: tuple[Metric, ...] = ("accuracy", "repetition", "stopped")
 # 600 steps of 1.1 s (experiments/train_speed, 16 rows, both views), calibration and compilation.
-MINUTES_PER_TRAINING = 8
+MINUTES_PER_TRAINING = 16  # of 001 on one core, 2026-12-01
 
 _UNITS = {
     "accuracy": "accuracy, %",
@@ -114,7 +114,7 @@ def _how(ablation: Ablation, results: Sequence[Result]) -> str:
         runs = len(trained) * len(ablation.seeds)
         return (
             f"Run it with `clover ablate run {ablation.id} --parent DIR --minutes N`, as often as "
-            f"it takes: {runs} trainings of about {MINUTES_PER_TRAINING} minutes on 2 idle cores "
+            f"it takes: {runs} trainings of about {MINUTES_PER_TRAINING} minutes on one core "
             "(those that other ablations share are done once). Without --parent trainings start "
             "from the causal weights of the model in the package, which blocks with the state "
             "slot have trained, too; a parent that never saw blocks is fairer."

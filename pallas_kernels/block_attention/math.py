@@ -84,7 +84,6 @@ def keys_gradient(
     seen: Bool[Array, "..."],
     *,
     scale: float,
-    precision: Any,
 ) -> tuple[
     Float[Array, "*batch m channel"],
     Float[Array, "*batch t channel"],
@@ -100,15 +99,14 @@ def keys_gradient(
         v: values.
         seen: as in `add_keys`.
         scale: factor of q . k.
-        precision: of the matmuls.
     """
     turned = lambda a: jnp.swapaxes(a, -1, -2)
-    w = jnp.exp(jnp.where(seen, scale * _dot(q, k, -1, precision), MASKED) - top)
-    d_logits = scale * w * (d.total + _dot(d.mixed, v, -1, precision))
+    w = jnp.exp(jnp.where(seen, scale * _dot(q, k, -1, None), MASKED) - top)
+    d_logits = scale * w * (d.total + _dot(d.mixed, v, -1, None))
     return (
-        _dot(d_logits, k, -2, precision),
-        _dot(turned(d_logits), q, -2, precision),
-        _dot(turned(w), d.mixed, -2, precision),
+        _dot(d_logits, k, -2, None),
+        _dot(turned(d_logits), q, -2, None),
+        _dot(turned(w), d.mixed, -2, None),
     )
 
 

@@ -111,7 +111,7 @@ def _backward(scale: float, saved: Any, d: Part) -> tuple[Any, ...]:
     def add_tile(t: Any, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         dq, dk, dv = sums
         k_tile, v_tile, seen = _tile(t, k, v, group, limit, first)
-        more = keys_gradient(top, d, folded, k_tile, v_tile, seen, scale=scale, precision=None)
+        more = keys_gradient(top, d, folded, k_tile, v_tile, seen, scale=scale)
         write = lambda whole, tile: lax.dynamic_update_slice(
             whole, tile[None].astype(whole.dtype), _place(t, k, group)
         )
