@@ -133,6 +133,8 @@ _CONVERSION = (
 _SEEDS = (0, 1, 2)
 _MIXED = ("run.data.noise.lengths=[8,16,32]", "run.data.buckets=[[64,6],[112,10]]")
 
+_FRONTIER = ("run.data.noise.frontier_share=0.7", "run.loss.follow_above=0.9")
+
 
 def _thresholds(block: int) -> tuple[Arm, ...]:
     return tuple(
@@ -458,6 +460,52 @@ ABLATIONS = (
         kind="evaluate",
         settings=("measure.n=48", "measure.loss_batches=8"),
         axes=(("masked_loss", "accuracy"),),
+    ),
+    Ablation(
+        id="012_block_bias",
+        question="Does the block softmax do better with the base's decays and write strengths in "
+        "its logits?",
+        expected="Asked after the first seed of 001, where operators that keep the recurrence "
+        "answered 21 points more. The softmax has no order of its own; -|c_i - c_j| ranks the "
+        "block's tokens by nearness and log beta mutes those the base would not write. So answers "
+        "get better than with the plain slot, not as good as with the recurrence (weights stay "
+        "positive, right is as near as left), at a masked loss no higher.",
+        arms=(
+            Arm("state slot"),
+            Arm("decay bias", ("model.bd_gdn.block_bias=decay",)),
+            Arm("causal", ("model.bd_gdn.operator=causal",)),
+        ),
+        claims=(
+            Claim("decay bias", "higher", "accuracy", "state slot"),
+            Claim("decay bias", "lower", "accuracy", "causal"),
+            Claim("decay bias", "same", "masked_loss", "state slot", margin=0.05),
+        ),
+        kind="convert",
+        settings=_CONVERSION,
+        seeds=_SEEDS,
+    ),
+    Ablation(
+        id="013_frontier_noise",
+        question="Does noise that looks like decoding close the gap between the slot and the "
+        "recurrence?",
+        expected="Masks that fall anywhere weigh the next token little, and that token decides an "
+        "answer. With most samples masked as decoding leaves them, the slot learns it: more right "
+        "answers, most of the gap to the recurrence gone, at a higher masked loss over masks that "
+        "fall anywhere.",
+        arms=(
+            Arm("anywhere"),
+            Arm("frontier", _FRONTIER),
+            Arm("anywhere, causal", ("model.bd_gdn.operator=causal",)),
+            Arm("frontier, causal", ("model.bd_gdn.operator=causal", *_FRONTIER)),
+        ),
+        claims=(
+            Claim("frontier", "higher", "accuracy", "anywhere"),
+            Claim("frontier", "higher", "masked_loss", "anywhere"),
+            Claim("frontier, causal", "same", "accuracy", "frontier", margin=0.1),
+        ),
+        kind="convert",
+        settings=_CONVERSION,
+        seeds=_SEEDS,
     ),
 )
 
