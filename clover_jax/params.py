@@ -113,11 +113,6 @@ def ones(_key: Array, shape: tuple[int, ...]) -> Array:
     return jnp.ones(shape, jnp.float32)
 
 
-def constant(value: float) -> Init:
-    """One start value everywhere."""
-    return lambda _key, shape: jnp.full(shape, value, jnp.float32)
-
-
 def normal(std: float) -> Init:
     """Gaussian start values."""
     return lambda key, shape: jnp.float32(std) * jax.random.normal(key, shape, jnp.float32)

@@ -1,7 +1,6 @@
 """Gated DeltaNet, the causal path (qwen36: in_proj -> conv -> SiLU -> delta rule -> gated norm)."""
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -9,13 +8,12 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from clover_jax.config import BDGDNConfig, ModelConfig
+from clover_jax.config import ModelConfig
 from clover_jax.env import Env
 from clover_jax.model import on_mesh
 from clover_jax.model.norm import gated_rms_norm, l2_norm, over_last_axis
 from clover_jax.params import (
     ParamSpec,
-    constant,
     inverse_softplus_step,
     log_uniform_decay,
     normal,
@@ -78,9 +76,7 @@ def gdn_specs(cfg: ModelConfig) -> GDNParams:
             "conv_right_weight": ParamSpec(
                 (d.conv_kernel - 1, d.conv_channels), (None, "channels"), zeros, cfg.dtype
             ),
-            "bd_softmax_logit_scale": heads(
-                constant(_first_logit_scale(cfg.bd_gdn, d.key_head_dim))
-            ),
+            "bd_softmax_logit_scale": heads(ones),
             "bd_softmax_history_bias": heads(zeros),
             "bd_softmax_history_c": heads(ones),
         }
@@ -96,17 +92,6 @@ def gdn_specs(cfg: ModelConfig) -> GDNParams:
         out_proj=ParamSpec((d.value_dim, hidden), ("channels", "embed"), w, cfg.dtype),
         **block,
     )
-
-
-def _first_logit_scale(switches: BDGDNConfig, key_head_dim: int) -> float:
-    """The stored number that reads as sqrt(d): q . k of unit vectors has variance 1/d, so logits
-    start with variance 1, like those of ordinary attention. (At 1 the block's weights lie within a
-    factor e^2 of each other, and a rate made for matrices does not move it far: a model trained
-    from there looks at the block's mean.)
-    """
-    scale = key_head_dim**0.5
-    stored = {"plain": scale, "exp": math.log(scale), "softplus": math.log(math.expm1(scale))}
-    return stored[switches.logit_scale]
 
 
 def gdn_inputs(

@@ -111,7 +111,7 @@ def calibrate(
     *,
     cfg: ModelConfig,
     env: Env,
-    learning_rate: float = 0.3,
+    learning_rate: float = 0.05,
 ) -> tuple[Params, Residuals]:
     """One Adam step per batch on the scalars alone; residuals are measured on the first batches.
 
