@@ -507,6 +507,43 @@ ABLATIONS = (
         settings=_CONVERSION,
         seeds=_SEEDS,
     ),
+    Ablation(
+        id="014_closing",
+        question="What does it give to end a block before its first mask where nothing is sure, "
+        "and to hold it against the causal pass?",
+        expected="Written after a try of 32 problems. A frontier that no confidence passes is "
+        "where most wrong tokens come from; from there on, a new block knows by the causal state "
+        "what the old one knew by its own rows. So answers get better for some more forwards. Held "
+        "against the causal pass the text is AR mode's; then one preview a block is enough, since "
+        "a wrong guess costs nothing but its place.",
+        arms=(
+            Arm("AR mode", ("measure.mode=ar",)),
+            *(
+                Arm(
+                    f"{close}, {threshold:g}",
+                    (f"sampler.close={close}", f"sampler.threshold={threshold}"),
+                    line=close,
+                    point=f"{threshold:g}",
+                )
+                for close, thresholds in (
+                    ("resolved", (0.8, 0.95, 0.99)),
+                    ("unsure", (0.8, 0.95, 0.99)),
+                    ("verified", (0.8, 0.95, 1.0)),
+                )
+                for threshold in thresholds
+            ),
+        ),
+        claims=(
+            Claim("unsure, 0.95", "higher", "accuracy", "resolved, 0.95"),
+            Claim("unsure, 0.95", "lower", "tpf", "resolved, 0.95"),
+            Claim("unsure, 0.95", "lower", "accuracy", "AR mode"),
+            Claim("verified, 0.95", "same", "accuracy", "AR mode", margin=0.01),
+            Claim("verified, 1", "same", "accuracy", "AR mode", margin=0.01),
+            Claim("verified, 1", "higher", "tpf", "verified, 0.95"),
+        ),
+        kind="evaluate",
+        settings=("measure.n=48",),
+    ),
 )
 
 

@@ -72,7 +72,7 @@ prompt = tokenize_prompt(tokenizer, tasks.messages(item), enable_thinking=True)
 request = Request(prompt=tuple(prompt), max_tokens=32, sampling=SamplerConfig())
 kept = []
 events = model.stream([request], trace=True, keep_cache=kept.append)
-steps = [e for e in events if isinstance(e, CanvasEvent) and e.block == 0]
+steps = [e for e in events if isinstance(e, CanvasEvent) and e.start == 0]
 prefix = kept[0]
 print(item.prompt, "->", len(steps), "previews of the first block")
 

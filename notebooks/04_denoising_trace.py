@@ -66,7 +66,7 @@ request = Request(prompt=tuple(prompt), max_tokens=96, sampling=SamplerConfig(th
 events = list(model.stream([request], trace=True))
 answer = next(e.completion for e in events if isinstance(e, DoneEvent))
 canvases = [e for e in events if isinstance(e, CanvasEvent)]
-steps = [e for e in canvases if e.block == BLOCK]
+steps = [e for e in canvases if e.start == BLOCK * cfg.block_length]
 print("asked:", item.prompt, "(right:", item.answer + ")")
 print(answer.text)
 print(f"{len(canvases)} previews in all, {len(steps)} of them for block {BLOCK}")
@@ -153,7 +153,8 @@ for e in canvases:
     new.append(before - sum(e.masked))
     before = sum(e.masked)
 ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-ax.bar(range(1, len(new) + 1), new, color=[f"C{e.block % 10}" for e in canvases])
+colors = [f"C{e.start // cfg.block_length % 10}" for e in canvases]
+ax.bar(range(1, len(new) + 1), new, color=colors)
 ax.set(xlabel="preview (colour: block)", ylabel="positions fixed")
 ax.set_title(
     f"TPF {answer.stats.tpf:.2f}, over previews {answer.stats.tpf_previews:.2f}", fontsize=9

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
 
+from clover_jax.diffusion.sampling_config import Close
+
 # A flag without a --no- twin.
 Switch = Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")]
 
@@ -67,6 +69,8 @@ class ModelFlags(DeviceFlags):
         presence: Subtracted from the logit of every token that the answer already has.
         frequency: Subtracted once per occurrence in the answer.
         repetition: Divides positive and multiplies negative logits of tokens the answer has.
+        close: When a block ends: full; or also where nothing passes the threshold; or that, and
+            only what AR mode would have written is kept of it (AR mode's text in fewer passes).
         seed: Of the random draws.
         stop: The text ends before the first of these strings.
         system: System message.
@@ -92,6 +96,7 @@ class ModelFlags(DeviceFlags):
     presence: FolderFloat = None
     frequency: FolderFloat = None
     repetition: FolderFloat = None
+    close: Annotated[Close | None, own("{resolved,unsure,verified}")] = None
     seed: int = 0
     stop: UseAppendAction[tuple[str, ...]] = ()
     system: OptionalText = None

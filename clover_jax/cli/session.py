@@ -34,7 +34,9 @@ from clover_jax.model.transformer import Params
 
 BAR_BYTES = 2**28  # smaller models load before a bar could be read
 MAX_TOKENS = 512  # unless the folder or a flag says otherwise
-_SAMPLING = ("threshold", "temperature", "top_k", "top_p", "presence", "frequency", "repetition")
+_SAMPLING = (
+    "threshold", "temperature", "top_k", "top_p", "presence", "frequency", "repetition", "close"
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

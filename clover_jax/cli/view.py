@@ -169,7 +169,7 @@ def screen(
         tokenizer: None shows token ids.
         steps: at most so many canvases, the first and the last among them.
     """
-    first = [event for event in events if event.block == 0]
+    first = [event for event in events if event.start == 0]
     last = len(first) - 1
     shown = sorted({round(i * last / max(steps - 1, 1)) for i in range(steps)}) if first else []
     table = Table.grid(padding=(0, 2))

@@ -126,7 +126,7 @@ class CanvasEvent:
     """A block after one step. Tokens where `masked` are the latest guesses."""
 
     row: int
-    block: int
+    start: int  # response index of its first position
     step: int
     tokens: tuple[int, ...]
     masked: tuple[bool, ...]
@@ -504,11 +504,10 @@ def _bucket(n: int, smallest: int) -> int:
 def _canvas_events(
     canvas: Any, step: np.ndarray, response: np.ndarray, ran: np.ndarray
 ) -> list[CanvasEvent]:
-    block = canvas.tokens.shape[2]
     return [
         CanvasEvent(
             row=int(r),
-            block=int(response[r]) // block,
+            start=int(response[r]),
             step=int(step[s, r]) - 1,
             tokens=tuple(
                 np.where(canvas.masked[s, r], canvas.guess[s, r], canvas.tokens[s, r]).tolist()

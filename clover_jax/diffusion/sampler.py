@@ -6,8 +6,10 @@ none influences another. `generate` runs steps in one `lax.while_loop` until all
 `run_block` until some row has finished a block (streaming, with a trace), `run_step` once (live
 view). AR decoding is the same loop with blocks of one token whose logits are the causal ones.
 
-A row's last block is never committed: nobody reads that state. A conversation goes on by a prefill
-from `cache.length`.
+A block closes as `SamplerConfig.close` says. What closed is pending until the next step commits it;
+a verified block is first held against the causal pass, which says what of it is committed. A row's
+last tokens are never committed: nobody reads that state. A conversation goes on by a prefill from
+`cache.length`.
 """
 
 import dataclasses
@@ -37,8 +39,20 @@ from clover_jax.diffusion.reveal import (
     reveal_mask,
     schedule,
 )
-from clover_jax.diffusion.sampling_config import Policy, SamplerParams, SamplerStructure
-from clover_jax.diffusion.stop import block_finished, candidates, counting, first_stop
+from clover_jax.diffusion.sampling_config import (
+    Close,
+    Policy,
+    SamplerParams,
+    SamplerStructure,
+)
+from clover_jax.diffusion.speculative import Verdict, no_verdict, verify
+from clover_jax.diffusion.stop import (
+    block_finished,
+    candidates,
+    counting,
+    first_position,
+    first_stop,
+)
 from clover_jax.env import Env
 from clover_jax.model import transformer
 from clover_jax.model.stack import StackStats
@@ -69,6 +83,11 @@ class Passes(Protocol):
 
     def next_logits(self, params: Any, cache: Any) -> Array:
         """Causal logits [rows, vocab] of the token after the prefix."""
+        ...
+
+    def verify(self, params: Any, tokens: Array, n_valid: Array, cache: Any) -> tuple[Any, Array]:
+        """The cache with nothing committed, and causal logits [rows, block + 1, vocab] of each
+        token and of the one after the last."""
         ...
 
 
@@ -107,6 +126,16 @@ class ModelPasses:
         """See `Passes`."""
         return transformer.next_token_logits(params, cache, env=self.env)
 
+    def verify(self, params: Any, tokens: Array, n_valid: Array, cache: Any) -> tuple[Any, Array]:
+        """See `Passes`."""
+        out = transformer.extend(
+            params, tokens, n_valid, cache, cfg=self.cfg, env=self.env, logits="all"
+        )
+        first = transformer.next_token_logits(params, cache, env=self.env)
+        # Cells past a row's length do not matter: the pass may write them in place.
+        cache = cache._replace(k=out.cache.k, v=out.cache.v)
+        return cache, jnp.concatenate([first[:, None], out.logits], axis=1)
+
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
@@ -130,6 +159,16 @@ class Loop:
     fuse_commit: bool = False
     by_row: bool = True
     margins: bool = False
+
+    @property
+    def fuses(self) -> bool:
+        """Whether a commit and a preview are one pass. What is verified was read once already."""
+        return self.fuse_commit or self.close == "verified"
+
+    @property
+    def close(self) -> Close:
+        """When a block closes; AR mode's blocks of one token have but one way."""
+        return self.structure.close if self.mode == "block" else "resolved"
 
 
 class Rules(NamedTuple):
@@ -166,7 +205,7 @@ class Counters(NamedTuple):
     """Accounting per row; expert counts are sums over previews, per layer."""
 
     previews: Int[Array, " rows"]
-    forwards: Int[Array, " rows"]  # previews and commits; a fused pass is one
+    forwards: Int[Array, " rows"]  # previews, commits, verifications; a fused pass is one
     experts: Float[Array, "layers rows"]  # distinct experts of the row
     experts_union: Float[Array, " layers"]  # distinct experts of the batch
     steps: Int[Array, ""]  # decode steps of the batch
@@ -180,7 +219,7 @@ class DecodeState(NamedTuple):
     counts: Int[Array, "rows vocab"]  # of committed response tokens
     canvas: Canvas
     step: Int[Array, " rows"]  # previews of the current block
-    pending: Bool[Array, " rows"]  # the canvas is finished and waits for its commit
+    pending: Int[Array, " rows"]  # tokens of the canvas that wait for their commit
     finish: Int[Array, " rows"]  # RUNNING, STOP, LENGTH or ERROR
     text: Text
     max_tokens: Int[Array, " rows"]
@@ -238,7 +277,7 @@ def start(
         counts=jnp.zeros((rows, vocab_size), jnp.int32),
         canvas=blank_canvas(rows, block, coreset),
         step=zeros(),
-        pending=jnp.zeros((rows,), bool),
+        pending=zeros(),
         finish=jnp.where((max_tokens > 0) & (cache.length < context), RUNNING, LENGTH),
         text=Text(
             tokens=fill(limit, 0, jnp.int32),
@@ -265,13 +304,22 @@ def start(
 def decode_step(
     params: Any, state: DecodeState, sampling: SamplerParams, rules: Rules, loop: Loop
 ) -> DecodeState:
-    """Commit where a block is finished, preview, reveal, and close blocks that are resolved."""
+    """Commit what is pending, preview, reveal, and close blocks."""
+    if loop.close == "verified":
+        state, n_commit, canvas = _verify(params, state, sampling, rules, loop)
+    else:
+        n_commit = jnp.where(state.finish == RUNNING, state.pending, 0)
+        canvas = _opened(state.canvas, n_commit)
     running = state.finish == RUNNING
-    committing = state.pending & running
-    canvas, response, counts, step = _open_blocks(state, committing, rules)
-    length = state.cache.length + jnp.where(committing, loop.block, 0)
+    tokens = state.canvas.tokens
+    response = advance(state.response, tokens, n_commit, rules.think_close)
+    places = jnp.arange(loop.block, dtype=jnp.int32)[None]
+    counts = response_counts(state.counts, tokens, places < n_commit[:, None])
+    # A block that closed early keeps counting: no random key is used twice at a position.
+    step = jnp.where(n_commit == loop.block, 0, state.step)
+    length = state.cache.length + n_commit
     n_valid = jnp.where(running, jnp.clip(state.context - length, 0, loop.block), 0)
-    cache, logits, stats = _forward(params, state, canvas, committing, n_valid, step, loop)
+    cache, logits, stats = _forward(params, state, canvas, n_commit, n_valid, step, loop)
 
     # Reveal.
     masked = canvas.masked
@@ -289,7 +337,9 @@ def decode_step(
         think_close=rules.think_close,
     )
     raw = forbid(logits, rules.forbidden) if loop.structure.confidence == "raw" else None
-    keys = position_keys(state.seed, state.sample_index, length, step, loop.block)
+    # Drafts take AR mode's keys: where both draw, the same noise draws the same token more often.
+    drawn = jnp.zeros_like(step) if loop.close == "verified" else step
+    keys = position_keys(state.seed, state.sample_index, length, drawn, loop.block)
     choice = (processed, keys, sampling, raw)
     choose = functools.partial(_choose, policy=loop.structure.policy)
     guess, confidence, logprob, score = _by_row(choose, choice) if loop.by_row else choose(*choice)
@@ -299,6 +349,16 @@ def decode_step(
     reveal, error = reveal_mask(
         masked, confidence, open_positions, sampling.threshold, score, at_least
     )
+    unsure = ~(masked & open_positions & (confidence > sampling.threshold[:, None])).any(-1)
+    known = first_position(masked)
+    match loop.close:
+        case "resolved":
+            unsure = jnp.zeros_like(unsure)
+        case "unsure":
+            unsure = unsure & running & ~error & (known > 0)
+        case "verified":
+            unsure = unsure & running & ~error
+    reveal = reveal & ~unsure[:, None]
     reveal = reveal & ~later_closes(reveal, guess, indices.thinking, rules.think_close)
     canvas = Canvas(
         tokens=jnp.where(reveal, guess, canvas.tokens),
@@ -310,7 +370,7 @@ def decode_step(
         coreset=chosen_coreset(stats),
     )
     margin = state.margin
-    if loop.margins:
+    if loop.margins and loop.close != "verified":  # whose text does not depend on previews
         near = _margin(processed, guess, confidence, score, open_positions, reveal, sampling, stats)
         margin = jnp.minimum(margin, jnp.where(running, near, jnp.inf))
 
@@ -318,24 +378,32 @@ def decode_step(
     stop = first_stop(canvas.tokens, ~canvas.masked, rules.stop_ids)
     limit = jnp.minimum(state.max_tokens - response.response_length, n_valid)
     resolved = running & ~error & block_finished(canvas.masked, stop, limit)
-    stopped = resolved & (stop < limit)
-    full = (response.response_length + limit >= state.max_tokens) | (
-        length + n_valid >= state.context
-    )
-    finish = jnp.where(stopped, STOP, jnp.where(resolved & full, LENGTH, state.finish))
+    if loop.close == "verified":
+        drafts = jnp.where(canvas.masked, canvas.guess, canvas.tokens)
+        n = jnp.minimum(first_stop(drafts, jnp.ones_like(masked), rules.stop_ids) + 1, limit)
+        pending = jnp.where(resolved | unsure, n, 0)
+        finish, written = state.finish, jnp.zeros_like(n)
+    else:
+        stopped = resolved & (stop < limit)
+        full = (response.response_length + limit >= state.max_tokens) | (
+            length + n_valid >= state.context
+        )
+        finish = jnp.where(stopped, STOP, jnp.where(resolved & full, LENGTH, state.finish))
+        early = unsure & ~resolved
+        pending = jnp.where(resolved & (finish == RUNNING), loop.block, 0)
+        pending = jnp.where(early, known, pending)
+        written = jnp.where(resolved, jnp.minimum(stop + 1, limit), jnp.where(early, known, 0))
     finish = jnp.where(running & error, ERROR, finish)
-    written = jnp.where(resolved, jnp.minimum(stop + 1, limit), 0)
-    commits = jnp.zeros_like(running) if loop.fuse_commit else committing
     return state._replace(
         cache=cache,
         response=response,
         counts=counts,
         canvas=canvas,
         step=step + running.astype(jnp.int32),
-        pending=resolved & (finish == RUNNING),
+        pending=pending,
         finish=finish,
         text=_write(state.text, canvas, response.response_length, written),
-        counters=_count(state.counters, running, commits, stats, loop),
+        counters=_count(state.counters, running, n_commit > 0, stats, loop),
         margin=margin,
     )
 
@@ -389,44 +457,125 @@ def blank_canvas(rows: int, block: int, coreset: tuple[int, int] | None = None) 
     )
 
 
-def _open_blocks(
-    state: DecodeState, committing: Array, rules: Rules
-) -> tuple[Canvas, ResponseState, Array, Array]:
-    """A blank canvas, and the committed tokens accounted for, in rows that go on to a new block."""
-    rows, block = state.canvas.tokens.shape
-    kept = state.canvas.coreset
-    blank = blank_canvas(rows, block)
-    blank = blank._replace(coreset=None if kept is None else jnp.zeros_like(kept))
-    fresh = lambda old, new: jnp.where(committing.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
-    tokens = state.canvas.tokens
-    added = jnp.broadcast_to(committing[:, None], tokens.shape)
-    n = jnp.where(committing, block, 0)
-    return (
-        jax.tree.map(fresh, state.canvas, blank),
-        advance(state.response, tokens, n, rules.think_close),
-        response_counts(state.counts, tokens, added),
-        jnp.where(committing, 0, state.step),
+def _opened(canvas: Canvas, n: Array) -> Canvas:
+    """The canvases without their first n positions, masks behind; untouched in rows with n = 0.
+
+    A frozen coreset does not outlive its block.
+    """
+    rows, block = canvas.tokens.shape
+    at = jnp.arange(block, dtype=jnp.int32)[None] + n[:, None]
+    move = lambda old, new: jnp.where(
+        at < block, jnp.take_along_axis(old, jnp.minimum(at, block - 1), axis=1), new
     )
+    kept = canvas.coreset
+    moved = jax.tree.map(move, canvas._replace(coreset=None), blank_canvas(rows, block))
+    if kept is not None:
+        kept = jnp.where((n > 0)[:, None, None], False, kept)
+    return moved._replace(coreset=kept)
+
+
+def _verify(
+    params: Any, state: DecodeState, sampling: SamplerParams, rules: Rules, loop: Loop
+) -> tuple[DecodeState, Array, Canvas]:
+    """Hold pending drafts against AR mode.
+
+    Returns:
+        The state with the text that is certain, and rows finished that it ends; how many tokens of
+        each canvas are to be committed; and the canvases of what follows them. These begin with
+        AR mode's choice, where it replaced a draft or follows the last one.
+    """
+    canvas, block = state.canvas, loop.block
+    ready = (state.finish == RUNNING) & (state.pending > 0)
+    n = jnp.where(ready, state.pending, 0)
+    draft = jnp.where(canvas.masked, canvas.guess, canvas.tokens)
+    after = jnp.pad(draft, ((0, 0), (0, 1)))
+    indices = block_indices(state.response, after, jnp.ones_like(after, bool), rules.think_close)
+    first = jnp.zeros_like(n)  # the step in AR mode's blocks
+    keys = position_keys(state.seed, state.sample_index, state.cache.length, first, block + 1)
+    judge = functools.partial(
+        verify,
+        forbidden=rules.forbidden,
+        stop_ids=rules.stop_ids,
+        think_close=rules.think_close,
+        raw_confidence=loop.structure.confidence == "raw",
+    )
+
+    def held(cache: DecodeCache) -> tuple[DecodeCache, Verdict]:
+        cache, logits = lax.optimization_barrier(loop.passes.verify(params, draft, n, cache))
+        args = (logits, draft, n, state.counts, ramp_bias(indices, sampling), keys, sampling)
+        return cache, _by_row(judge, args) if loop.by_row else judge(*args)
+
+    idle = lambda cache: (cache, no_verdict(*draft.shape))
+    cache, verdict = lax.cond(ready.any(), held, idle, state.cache)
+
+    accepted = jnp.where(ready, verdict.accepted, 0)
+    place = jnp.arange(block + 1, dtype=jnp.int32)[None]
+    certain = place <= accepted[:, None]
+    left = jnp.minimum(
+        state.max_tokens - state.response.response_length, state.context - cache.length
+    )
+    stop = first_stop(verdict.token, certain, rules.stop_ids)
+    stopped = ready & (stop < left) & (stop <= accepted)
+    full = ready & (accepted + 1 >= left) & ~stopped
+    error = ready & (jnp.isnan(verdict.confidence) & certain).any(-1)
+    finish = jnp.where(stopped, STOP, jnp.where(full, LENGTH, state.finish))
+    finish = jnp.where(error, ERROR, finish)
+    written = jnp.where(stopped, stop + 1, jnp.where(full, left, accepted))
+    seen = jnp.where(canvas.masked, state.step[:, None], canvas.revealed_at)
+    said = blank_canvas(draft.shape[0], block + 1)._replace(
+        tokens=verdict.token,
+        logprob=verdict.logprob,
+        confidence=verdict.confidence,
+        revealed_at=jnp.concatenate([seen, state.step[:, None]], axis=1),
+    )
+    text = _write(
+        state.text, said, state.response.response_length, jnp.where(ready & ~error, written, 0)
+    )
+    pick = lambda a: jnp.take_along_axis(a, accepted[:, None], axis=1)
+    start = blank_canvas(*draft.shape)
+    head = jnp.arange(block, dtype=jnp.int32)[None] == 0
+    start = start._replace(
+        tokens=jnp.where(head, pick(verdict.token), start.tokens),
+        masked=~head & start.masked,
+        logprob=jnp.where(head, pick(verdict.logprob), start.logprob),
+        confidence=jnp.where(head, pick(verdict.confidence), start.confidence),
+        revealed_at=jnp.where(head, 0, start.revealed_at),
+        guess=jnp.where(head, pick(verdict.token), start.guess),
+        coreset=None if canvas.coreset is None else jnp.zeros_like(canvas.coreset),
+    )
+    choose = lambda new, old: jnp.where(ready.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+    counters = state.counters._replace(forwards=state.counters.forwards + ready.astype(jnp.int32))
+    margin = jnp.minimum(state.margin, jnp.where(ready, verdict.margin, jnp.inf))
+    state = state._replace(
+        cache=cache,
+        canvas=canvas._replace(tokens=jnp.where(ready[:, None], draft, canvas.tokens)),
+        finish=finish,
+        text=text,
+        step=jnp.where(ready, 0, state.step),
+        counters=counters,
+        margin=margin if loop.margins else state.margin,
+    )
+    still = finish == RUNNING
+    return state, jnp.where(still, accepted, 0), jax.tree.map(choose, start, canvas)
 
 
 def _forward(
     params: Any,
     state: DecodeState,
     canvas: Canvas,
-    committing: Array,
+    n_commit: Array,
     n_valid: Array,
     step: Array,
     loop: Loop,
 ) -> tuple[DecodeCache, Array, StackStats | None]:
     """Commit where due, and the logits of every canvas."""
-    n_commit = jnp.where(committing, loop.block, 0)
-    tokens = state.canvas.tokens
+    committing, tokens = n_commit > 0, state.canvas.tokens
     commit = lambda cache: loop.passes.commit(params, tokens, n_commit, cache)
     if loop.mode == "ar":
         cache = lax.cond(committing.any(), commit, lambda c: c, state.cache)
         return cache, loop.passes.next_logits(params, cache)[:, None], None
     preview = lambda cache: loop.passes.preview(params, canvas, n_valid, cache, step)
-    if not loop.fuse_commit:
+    if not loop.fuses:
         cache = lax.cond(committing.any(), commit, lambda c: c, state.cache)
         return cache, *preview(cache)
     # Every read before the next write: else XLA copies the whole cache out of the branches.
@@ -460,6 +609,7 @@ def _count(
 ) -> Counters:
     ran = running.astype(jnp.int32)
     previews = jnp.zeros_like(ran) if loop.mode == "ar" else ran
+    commits = jnp.zeros_like(commits) if loop.fuses else commits
     experts, union = counters.experts, counters.experts_union
     if stats is not None:
         touched = stats.router.touched & running[None, :, None]
@@ -510,8 +660,11 @@ def generate(
     params: Any, state: DecodeState, sampling: SamplerParams, rules: Rules, *, loop: Loop
 ) -> DecodeState:
     """Driver 1: every block and step of every row, without leaving the device."""
-    # A running row reveals a position in every step: the bound only stops what is broken.
+    # A running row reveals a position in every step, or closes a block: the bound only stops what
+    # is broken.
     most = state.text.tokens.shape[1] + loop.block
+    if loop.close != "resolved":
+        most *= loop.block + 1
     return lax.while_loop(
         lambda s: jnp.any(s.finish == RUNNING) & (s.counters.steps < most),
         lambda s: decode_step(params, s, sampling, rules, loop),
@@ -541,7 +694,7 @@ def run_block(
 
     def unresolved(carry: tuple[DecodeState, Trace]) -> Array:
         state, trace = carry
-        news = jnp.any(state.pending) | jnp.any((state.finish != RUNNING) != was_finished)
+        news = jnp.any(state.pending > 0) | jnp.any((state.finish != RUNNING) != was_finished)
         return (trace.used < most) & jnp.any(state.finish == RUNNING) & ~(news & (trace.used > 0))
 
     was_finished = state.finish != RUNNING

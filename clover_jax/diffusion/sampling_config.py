@@ -17,6 +17,7 @@ from clover_jax.errors import CloverError
 
 Policy = Literal["low_confidence", "entropy", "margin", "leftmost"]
 Confidence = Literal["processed", "raw"]
+Close = Literal["resolved", "unsure", "verified"]
 
 LARGEST = 1e6  # bound of every number: logits with any mix of penalties and ramps stay finite
 
@@ -49,12 +50,16 @@ class SamplerStructure(NamedTuple):
 
     policy: Policy
     confidence: Confidence
+    close: Close
 
 
 @no_type_check
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplerConfig:
     """Settings of one request. The defaults are neutral but for the threshold.
+
+    With `close`, a block need not wait until it is full: since a commit is a causal pass, it may
+    end anywhere.
 
     Attributes:
         threshold: masked candidates with a confidence strictly above it are revealed together. A
@@ -78,6 +83,12 @@ class SamplerConfig:
         window: only the leftmost so many positions of a block that are not all revealed are open,
             block after block inside the block (LLaDA's semi-autoregressive order), each with its
             share of the steps. 0 is off.
+        close: when a block ends. `resolved`: when its last mask is revealed (the release).
+            `unsure`: also before its first mask, where no confidence passes the threshold and
+            another rule would have to pick one; the next block begins there, with what is revealed
+            past it. `verified`: at the same moments, but all guesses are drafts of which the causal
+            pass keeps what AR mode would have written (`speculative.py`): AR mode's text, in fewer
+            forwards.
 
     Raises:
         CloverError: a field has the wrong type or lies outside its range.
@@ -96,6 +107,7 @@ class SamplerConfig:
     policy: Policy = "low_confidence"
     steps: int = 0
     window: int = 0
+    close: Close = "resolved"
 
     def __post_init__(self) -> None:
         _check_float(self, "threshold", smallest=0.0)
@@ -107,10 +119,15 @@ class SamplerConfig:
         _check_float(self, "presence", smallest=-LARGEST)
         _check_float(self, "frequency", smallest=-LARGEST)
         _check_float(self, "repetition", smallest=1 / LARGEST)
-        for name, kind in (("confidence", Confidence), ("policy", Policy)):
+        for name, kind in (("confidence", Confidence), ("policy", Policy), ("close", Close)):
             value = getattr(self, name)
             if not (isinstance(value, str) and value in get_args(kind)):
                 raise _invalid(self, name, "one of " + ", ".join(get_args(kind)))
+        if self.close != "resolved" and (self.steps or self.window):
+            raise CloverError(
+                f"SamplerConfig close is {self.close!r} with steps {self.steps} and window "
+                f"{self.window}: expected 0 for both, a schedule fills whole blocks"
+            )
         for name in ("response_ramp", "thinking_ramp"):
             if not isinstance(getattr(self, name), RampConfig | None):
                 raise _invalid(self, name, "a RampConfig or None")
@@ -118,7 +135,7 @@ class SamplerConfig:
     @property
     def structure(self) -> SamplerStructure:
         """The static part."""
-        return SamplerStructure(self.policy, self.confidence)
+        return SamplerStructure(self.policy, self.confidence, self.close)
 
 
 def _check_float(
@@ -180,7 +197,7 @@ def sampler_params(configs: Sequence[SamplerConfig]) -> SamplerParams:
         found = ", ".join(sorted({str(config.structure) for config in configs})) or "none"
         raise CloverError(
             f"the rows of a batch have these sampler structures: {found}; expected exactly one; "
-            "put requests with another policy or confidence into a batch of their own"
+            "put requests with another policy, confidence or close into a batch of their own"
         )
 
     def floats(name: str) -> Array:
@@ -221,7 +238,8 @@ _COMMON = {
     "repetition": "repetition_penalty",
 }
 _OWN = (
-    "threshold", "confidence", "policy", "response_ramp", "thinking_ramp", "steps", "window"
+    "threshold", "confidence", "policy", "response_ramp", "thinking_ramp", "steps", "window",
+    "close",
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from clover_jax.data.tokenizer import Tokenizer
 from clover_jax.diffusion.corrupt import streams
 from clover_jax.diffusion.generate import Generator
 from clover_jax.diffusion.loss import as_arrays
-from clover_jax.diffusion.sampling_config import SamplerConfig
+from clover_jax.diffusion.sampling_config import Close, SamplerConfig
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
 from clover_jax.eval.backends import fingerprint
@@ -45,21 +45,30 @@ class Arm:
         model: `parent`, `control` or `model`.
         mode: `ar` or `block`.
         block: block length; of no account in AR mode.
+        close: when a block closes.
+        threshold: of the confidence.
+        frontier: thresholds at which it answers again, for the curve.
     """
 
     name: str
     model: Literal["parent", "control", "model"]
     mode: Literal["ar", "block"]
     block: int = 32
+    close: Close = "resolved"
+    threshold: float = THRESHOLD
+    frontier: tuple[float, ...] = ()
 
 
 ARMS = (
     Arm("AR parent", "parent", "ar"),
     Arm("AR control", "control", "ar"),
     Arm("AR mode", "model", "ar"),
-    Arm("block 32", "model", "block", 32),
+    Arm("block 32", "model", "block", 32, frontier=FRONTIER),
     Arm("block 16", "model", "block", 16),
     Arm("block 8", "model", "block", 8),
+    Arm("block 32, unsure", "model", "block", 32, "unsure", frontier=FRONTIER),
+    # Nothing exceeds 1: one preview drafts, the causal pass judges.
+    Arm("block 32, verified", "model", "block", 32, "verified", 1.0, (*FRONTIER, 1.0)),
 )
 BASE_ARM = "AR mode"  # what the others are compared with
 
@@ -143,7 +152,7 @@ def measure(
 ) -> dict[str, Any]:
     """Compute what `out` lacks; all cells by key.
 
-    Keys are `answers/ARM/TASK`, `frontier/THRESHOLD/TASK`, `replay/RULE/TASK` and `experts`.
+    Keys are `answers/ARM/TASK`, `frontier/ARM, THRESHOLD/TASK`, `replay/RULE/TASK` and `experts`.
 
     Args:
         folders: checkpoint folders: `model`, and `parent` and `control` where they exist.
@@ -175,17 +184,17 @@ def _jobs(name: str, arms: Sequence[Arm], config: CardConfig) -> Iterator[tuple[
     """Keys and how their cells are computed, for one checkpoint folder."""
     for arm in arms:
         for task in tasks.TASKS:
-            yield f"answers/{arm.name}/{task}", _answers(arm, task, config.n, THRESHOLD, config)
+            yield f"answers/{arm.name}/{task}", _answers(arm, task, config.n, arm.threshold, config)
     if name != "model":
         return
     for task in tasks.TASKS:
         for rule in ("threshold", "oracle"):
             yield f"replay/{rule}/{task}", _replay(rule, task, config)
-    block = next(arm for arm in arms if arm.mode == "block")
-    for threshold in FRONTIER:
-        for task in tasks.SCRATCHPAD_TASKS:
-            job = _answers(block, task, config.frontier_n, threshold, config)
-            yield f"frontier/{threshold}/{task}", job
+    for arm in arms:
+        for threshold in arm.frontier:
+            for task in tasks.SCRATCHPAD_TASKS:
+                job = _answers(arm, task, config.frontier_n, threshold, config)
+                yield f"frontier/{arm.name}, {threshold}/{task}", job
     yield "experts", lambda generator: _expert_use(generator, config)
 
 
@@ -201,7 +210,7 @@ def _answers(arm: Arm, task: str, n: int, threshold: float, config: CardConfig) 
             tasks.eval_set(task, config.split, n),
             thinking=thinks(task),
             mode=arm.mode,
-            sampling=SamplerConfig(threshold=threshold),
+            sampling=SamplerConfig(threshold=threshold, close=arm.close),
             max_tokens=MAX_TOKENS,
             batch=config.batch,
         )

@@ -10,7 +10,7 @@ import numpy as np
 
 from clover_jax.data import tasks
 from clover_jax.errors import CloverError
-from clover_jax.eval.card import ARMS, BASE_ARM, FRONTIER, THRESHOLD, Cell, thinks
+from clover_jax.eval.card import ARMS, BASE_ARM, THRESHOLD, Arm, Cell, thinks
 from clover_jax.eval.held_out import PairedDifference, paired_difference, wilson
 
 STEPS_SHOWN = 12
@@ -144,13 +144,26 @@ def _calibration(cells: Mapping[str, Any], kind: str) -> str:
     return _table([first, "tokens", "mean confidence", "share right"], rows)
 
 
+def _curve(cells: Mapping[str, Any], arm: Arm) -> list[tuple[float, float, float]]:
+    """(threshold, mean TPF, mean accuracy) of an arm."""
+    points = [(t, f"{arm.name}, {t}") for t in arm.frontier]
+    return [
+        (t, mean_tpf(cells, "frontier", at), mean_accuracy(cells, "frontier", at))
+        for t, at in points
+    ]
+
+
+def _with_frontier(cells: Mapping[str, Any]) -> list[Arm]:
+    return [arm for arm in ARMS if arm.frontier and arm.name in _arms(cells)]
+
+
 def _frontier(cells: Mapping[str, Any]) -> str:
     rows = [
-        [f"{t:g}", f"{100 * mean_accuracy(cells, 'frontier', str(t)):.1f}",
-         f"{mean_tpf(cells, 'frontier', str(t)):.2f}"]
-        for t in FRONTIER
-    ]  # fmt: skip
-    return _table(["threshold", "accuracy, %", "TPF, all forwards"], rows)
+        [arm.name, f"{threshold:g}", f"{100 * accuracy:.1f}", f"{tpf:.2f}"]
+        for arm in _with_frontier(cells)
+        for threshold, tpf, accuracy in _curve(cells, arm)
+    ]
+    return _table(["arm", "threshold", "accuracy, %", "TPF, all forwards"], rows)
 
 
 def _experts(cells: Mapping[str, Any]) -> str:
@@ -204,15 +217,19 @@ def plot(cells: Mapping[str, Any], runs: Mapping[str, Path], out: Path) -> list[
         figure.colorbar(image, label="routed positions, %")
         drawn.append((figure, "experts.png"))
         figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-        x = [mean_tpf(cells, "frontier", str(t)) for t in FRONTIER]
-        y = [mean_accuracy(cells, "frontier", str(t)) for t in FRONTIER]
-        n = sum(len(_cell(cells, "frontier", str(FRONTIER[0]), t).right)
-                for t in tasks.SCRATCHPAD_TASKS)  # fmt: skip
-        low, high = zip(*(wilson(round(n * p), n) for p in y), strict=True)
-        errors = [np.subtract(y, low) * 100, np.subtract(high, y) * 100]
-        axes.errorbar(x, 100 * np.asarray(y), yerr=errors, marker="o", capsize=3, label="block 32")
-        for threshold, a, b in zip(FRONTIER, x, y, strict=True):
-            axes.annotate(f"{threshold:g}", (a, 100 * b), (4, 5), textcoords="offset points")
+        for arm in _with_frontier(cells):
+            thresholds, x, y = zip(*_curve(cells, arm), strict=True)
+            at = f"{arm.name}, {thresholds[0]}"
+            n = sum(len(_cell(cells, "frontier", at, t).right) for t in tasks.SCRATCHPAD_TASKS)
+            low, high = zip(*(wilson(round(n * p), n) for p in y), strict=True)
+            errors = [np.subtract(y, low) * 100, np.subtract(high, y) * 100]
+            axes.errorbar(
+                x, 100 * np.asarray(y), yerr=errors, marker="o", capsize=3, label=arm.name
+            )
+            for threshold, a, b in zip(thresholds, x, y, strict=True):
+                axes.annotate(
+                    f"{threshold:g}", (a, 100 * b), (4, 5), textcoords="offset points", fontsize=7
+                )
         base = mean_accuracy(cells, "answers", BASE_ARM)
         axes.plot([1], [100 * base], "s", label=f"{BASE_ARM} (all problems)")
         axes.set(xlabel="tokens per forward, all forwards", ylabel=f"accuracy, %, {MEAN}")

@@ -17,12 +17,12 @@ def tokenizer(model: Path) -> Tokenizer:
 
 
 def canvas(
-    tokens: list[int], masked: list[bool], confidences: list[float], step: int = 0, block: int = 0
+    tokens: list[int], masked: list[bool], confidences: list[float], step: int = 0, start: int = 0
 ) -> CanvasEvent:
     n = len(tokens)
     return CanvasEvent(
         row=0,
-        block=block,
+        start=start,
         step=step,
         tokens=tuple(tokens),
         masked=tuple(masked),
@@ -95,7 +95,7 @@ def test_live_view_moves_whole_lines_up(tokenizer: Tokenizer):
 def test_picture_shows_some_steps_of_the_first_block(tokenizer: Tokenizer, tmp_path: Path):
     [cat] = tokenizer.encode("c", special=False)
     events = [canvas([cat] * 8, [i > s for i in range(8)], [0.1] * 8, s) for s in range(8)]
-    events += [canvas([cat] * 8, [False] * 8, [0.9] * 8, 0, block=1)]
+    events += [canvas([cat] * 8, [False] * 8, [0.9] * 8, 0, start=8)]
     answer = view.answer_text("forty-two", thinking=False)[0]
     picture = view.screen("how many", events, answer, "8 tokens", tokenizer, steps=3)
     console = Console(file=io.StringIO(), record=True, width=80)

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from clover_jax.cache import empty_cache
-from clover_jax.data.bpe import train_bpe, write_tokenizer
-from clover_jax.data.tokenizer import StreamDecoder, Tokenizer
+from clover_jax.data.tokenizer import StreamDecoder
 from clover_jax.diffusion import sampler
 from clover_jax.diffusion.generate import CanvasEvent, DoneEvent, Generator, Request, TextEvent
 from clover_jax.diffusion.sampling_config import RampConfig, SamplerConfig
@@ -32,7 +31,6 @@ CFG = clover_tiny().replace(
 BLOCK, ROWS = CFG.block_length, 4
 # On top of the random weights: mixing and logits strong enough for a text that varies.
 LIVELY = {"out_proj": 20.0, "o_proj": 20.0, "down_proj": 3.0, "embed_tokens": 0.5, "lm_head": 3.0}
-CORPUS = ["the own fox ran over the hill and the other fox", "žluťoučký kůň 你好 🙂"] * 20
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -40,13 +38,6 @@ def quick_compilation():
     """Compiling is what these tests cost; what they check does not need fast programs."""
     with unoptimised():
         yield
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder, train_bpe(CORPUS, 300), model_max_length=1024)
-    return Tokenizer.load(folder)
 
 
 @functools.cache
@@ -431,7 +422,7 @@ def assert_canvases(events, row, completion):
     blocks = collections.defaultdict(list)
     for e in events:
         if isinstance(e, CanvasEvent) and e.row == row:
-            blocks[e.block].append(e)
+            blocks[e.start // BLOCK].append(e)
     assert sum(map(len, blocks.values())) == completion.stats.previews
     assert list(blocks) == list(range(-(-len(completion.token_ids) // BLOCK)))
     for b, canvases in blocks.items():

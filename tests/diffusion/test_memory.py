@@ -36,8 +36,8 @@ def start(cache: Any, loop: Loop, **options: Any) -> Any:
     )  # fmt: skip
 
 
-def loop_of(cfg: Any, mode: str, fuse: bool = False) -> Loop:
-    config = SamplerConfig()
+def loop_of(cfg: Any, mode: str, fuse: bool = False, close: Any = "resolved") -> Loop:
+    config = SamplerConfig(close=close)
     block = cfg.block_length if mode == "block" else 1
     passes = ModelPasses(cfg, Env(rows="batched"))
     return Loop(passes, config.structure, block, mode, fuse)  # pyright: ignore[reportArgumentType]
@@ -45,16 +45,22 @@ def loop_of(cfg: Any, mode: str, fuse: bool = False) -> Loop:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "fuse"),
-    (("block", False), ("block", True), ("ar", False)),
-    ids=("block", "fused", "ar"),
+    ("mode", "fuse", "close"),
+    (
+        ("block", False, "resolved"),
+        ("block", True, "resolved"),
+        ("block", False, "unsure"),
+        ("block", False, "verified"),
+        ("ar", False, "resolved"),
+    ),
+    ids=("block", "fused", "unsure", "verified", "ar"),
 )
-def test_a_decoding_loop_works_in_the_caches_own_memory(mode, fuse):
+def test_a_decoding_loop_works_in_the_caches_own_memory(mode, fuse, close):
     """Nano's whole loop, compiled from shapes: no second cache at 4K or 16K (case S2)."""
     cfg = clover_nano().replace(max_position_embeddings=16_384)
     shaped = lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype)
     params = jax.tree.map(shaped, param_specs(cfg), is_leaf=is_spec)
-    loop = loop_of(cfg, mode, fuse)
+    loop = loop_of(cfg, mode, fuse, close)
     sampling = sampler_params([SamplerConfig()] * ROWS)
     work = {}
     for capacity in (4_096, 16_384):

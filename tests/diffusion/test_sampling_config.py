@@ -75,7 +75,9 @@ def test_config_is_hashable_and_ints_are_numbers():
     a, b = SamplerConfig(threshold=1, temperature=1), SamplerConfig(threshold=1.0, temperature=1.0)
     assert a == b and hash(a) == hash(b) and isinstance(a.threshold, float)
     assert SamplerConfig(threshold=1.1).threshold == 1.1
-    assert SamplerConfig(confidence="raw").structure == SamplerStructure("low_confidence", "raw")
+    assert SamplerConfig(confidence="raw").structure == SamplerStructure(
+        "low_confidence", "raw", "resolved"
+    )
 
 
 def test_generation_config_of_the_release():

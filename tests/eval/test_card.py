@@ -16,7 +16,7 @@ from tests.helpers.compilation import unoptimised
 __all__ = ["model"]  # a fixture
 SIZES = CardConfig(n=2, frontier_n=1, replay_n=2, split="val", batch=2)
 ARMS = (Arm("AR parent", "parent", "ar"), Arm("AR mode", "model", "ar"),
-        Arm("block 32", "model", "block", 8))  # fmt: skip
+        Arm("block 32", "model", "block", 8, frontier=(0.95,)))  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -29,7 +29,6 @@ def quick_compilation():
 def small_card(monkeypatch: pytest.MonkeyPatch):
     for module in (card, card_report):
         monkeypatch.setattr(module, "ARMS", ARMS)
-        monkeypatch.setattr(module, "FRONTIER", (0.95,))
     monkeypatch.setattr(card, "MAX_TOKENS", 8)
     monkeypatch.setattr(card, "EXPERT_BATCHES", 1)
     monkeypatch.setattr(tasks, "TASKS", ("chain_sum",))
@@ -48,8 +47,8 @@ def test_card(model: Path, measured: Path, monkeypatch: pytest.MonkeyPatch):
     cells = card.measure(folders, SIZES, measured)
     assert set(cells) == {
         "answers/AR parent/chain_sum", "answers/AR mode/chain_sum", "answers/block 32/chain_sum",
-        "frontier/0.95/chain_sum", "replay/threshold/chain_sum", "replay/oracle/chain_sum",
-        "experts",
+        "frontier/block 32, 0.95/chain_sum", "replay/threshold/chain_sum",
+        "replay/oracle/chain_sum", "experts",
     }  # fmt: skip
     # The parent is the same folder: the same answers.
     assert cells["answers/AR parent/chain_sum"] == cells["answers/AR mode/chain_sum"]

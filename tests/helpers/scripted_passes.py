@@ -49,6 +49,10 @@ class ScriptedPasses:
     def next_logits(self, params, cache):
         return _look_up(params, cache, self.block, jnp.zeros_like(cache.length))[:, 0]
 
+    def verify(self, params, tokens, n_valid, cache):
+        at = lambda i: self.next_logits(params, cache._replace(length=cache.length + i))
+        return cache, jnp.stack([at(i) for i in range(self.block + 1)], axis=1)
+
 
 def scripted_cache(prompt: np.ndarray, width: int) -> DecodeCache:
     """A cache that records what was committed: `hidden` [rows, width] holds ids, -1 elsewhere.
