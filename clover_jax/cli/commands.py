@@ -81,8 +81,9 @@ class Eval(ModelFlags):
         suite: What to measure.
         backend: A mode with settings, such as ar, block, block:threshold=0.8,block_length=16 or
             ar:checkpoint=DIR,name=parent. Settings are those of the sampler (threshold, policy,
-            steps, window, ...), block_length, fuse_commit, coreset, checkpoint and name. By default
-            ar and block (quick: also at lower thresholds), or ar alone with --mode ar.
+            steps, window, close, ...), block_length, fuse_commit, coreset, checkpoint and name. By
+            default ar and block (quick: also a lower threshold and other ways to close a block),
+            or ar alone with --mode ar.
         endpoint: OpenAI-compatible server, such as http://localhost:30000/v1,model=NAME. Further
             settings: api=completions, batch, seconds, attempts, temperature; OPENAI_API_KEY is
             sent if it is set.

@@ -28,7 +28,12 @@ from clover_jax.eval.traces import solve_traces
 from clover_jax.files import whole_file
 
 BACKENDS = ("ar", "block")
-QUICK = (*BACKENDS, "block:threshold=0.8", "block:threshold=0.5")
+QUICK = (
+    *BACKENDS,
+    "block:threshold=0.8",
+    "block:close=unsure",
+    "block:close=verified,threshold=1",
+)
 OTHERS = 100  # problems of the suites that are not the harness'
 HARNESS_ONLY = ("backend", "endpoint", "out", "task")
 INFILL_HEADER = (

@@ -122,7 +122,7 @@ def infill(
 
     Raises:
         CloverError: a model without blocks, ids outside its vocabulary, a block that is too long
-            or does not fit the context, or logits that are NaN.
+            or does not fit the context, blocks that may close early, or logits that are NaN.
     """
     cfg, block = generator.cfg, generator.cfg.block_length
     if cfg.bd_gdn is None:
@@ -132,6 +132,11 @@ def infill(
         )
     if not requests:
         raise CloverError("there is no hole: give at least one")
+    if sampling.close != "resolved":
+        raise CloverError(
+            f"SamplerConfig close is {sampling.close!r}: expected 'resolved', the block of a hole "
+            "cannot end before what is known to its right"
+        )
     for request in requests:
         if len(request.tokens) > block:
             raise CloverError(

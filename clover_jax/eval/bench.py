@@ -36,12 +36,21 @@ class Variant:
         mode: `ar` or `block`.
         fuse_commit: a block's commit rides in the next block's first preview.
         coreset: an expert subset per block, if the model has one.
+        verified: a preview drafts each block and the causal pass judges it.
     """
 
     name: str
     mode: Literal["ar", "block"]
     fuse_commit: bool = False
     coreset: bool = True
+    verified: bool = False
+
+    def asks(self, request: Request) -> Request:
+        """The request, decoded in this way. No confidence exceeds 1: one preview a block."""
+        if not self.verified:
+            return request
+        sampling = dataclasses.replace(request.sampling, close="verified", threshold=1.0)
+        return dataclasses.replace(request, sampling=sampling)
 
 
 VARIANTS = (
@@ -50,6 +59,7 @@ VARIANTS = (
     Variant("block, fused commit", "block", fuse_commit=True),
     Variant("block, no coreset", "block", coreset=False),
     Variant("block, fused commit, no coreset", "block", fuse_commit=True, coreset=False),
+    Variant("block, verified", "block", verified=True),
 )
 
 
@@ -251,6 +261,7 @@ def _decode(
     generator: Generator, variant: Variant, requests: Sequence[Request], seen: _Samples
 ) -> None:
     """Answer once whole, and once up to the first block (token), by the same compiled program."""
+    requests = [variant.asks(r) for r in requests]
     seen.done = generator.complete(requests, mode=variant.mode)
     if not max(c.stats.forwards for c in seen.done):
         raise CloverError(

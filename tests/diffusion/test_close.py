@@ -23,6 +23,7 @@ from tests.diffusion.test_generate import (
     params,
     prefix,
     request,
+    tokenizer,
 )
 from tests.helpers.compilation import unoptimised
 from tests.helpers.limits import TOP1_MARGIN, assert_close
@@ -36,6 +37,7 @@ def quick_compilation():
         yield
 
 
+__all__ = ["tokenizer"]  # a fixture
 EARLY = ("unsure", "verified")
 RAMP = RampConfig(start=4, slope=0.5, cap=3.0)
 REQUESTS = (

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from clover_jax.cache import empty_cache
-from clover_jax.data.tokenizer import StreamDecoder
+from clover_jax.data.bpe import train_bpe, write_tokenizer
+from clover_jax.data.tokenizer import StreamDecoder, Tokenizer
 from clover_jax.diffusion import sampler
 from clover_jax.diffusion.generate import CanvasEvent, DoneEvent, Generator, Request, TextEvent
 from clover_jax.diffusion.sampling_config import RampConfig, SamplerConfig
@@ -31,6 +32,7 @@ CFG = clover_tiny().replace(
 BLOCK, ROWS = CFG.block_length, 4
 # On top of the random weights: mixing and logits strong enough for a text that varies.
 LIVELY = {"out_proj": 20.0, "o_proj": 20.0, "down_proj": 3.0, "embed_tokens": 0.5, "lm_head": 3.0}
+CORPUS = ["the own fox ran over the hill and the other fox", "žluťoučký kůň 你好 🙂"] * 20
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,6 +40,13 @@ def quick_compilation():
     """Compiling is what these tests cost; what they check does not need fast programs."""
     with unoptimised():
         yield
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, train_bpe(CORPUS, 300), model_max_length=1024)
+    return Tokenizer.load(folder)
 
 
 @functools.cache

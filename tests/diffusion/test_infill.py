@@ -176,3 +176,9 @@ def test_autoregressive_models_see_nothing_to_the_right():
 def test_no_requests(tokenizer):
     with pytest.raises(CloverError, match="no hole"):
         infill(generator(tokenizer), [], sampling=SLOW)
+
+
+def test_a_hole_is_filled_whole(tokenizer):
+    early = dataclasses.replace(SLOW, steps=0, window=0, close="verified")
+    with pytest.raises(CloverError, match="close is 'verified'"):
+        infill(generator(tokenizer), [holes(2)], sampling=early)
