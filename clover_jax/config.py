@@ -277,10 +277,30 @@ def override[T](config: T, settings: Sequence[str]) -> T:
     Raises:
         CloverError: no `=`, an unknown name, or a value of the wrong type or range.
     """
+    try:
+        return _applied(config, settings)
+    except msgspec.MsgspecError as error:
+        last = error
+
+    def fits(others: Sequence[str]) -> bool:
+        try:
+            _applied(config, others)
+        except (msgspec.MsgspecError, CloverError):
+            return False
+        return True
+
+    # Named is what the others fit without; settings may also fit only together.
+    guilty = [t for i, t in enumerate(settings) if fits([*settings[:i], *settings[i + 1 :]])]
+    names = ", ".join(map(repr, guilty or settings))
+    raise CloverError(f"setting {names} does not fit: {last}") from None
+
+
+def _applied[T](config: T, settings: Sequence[str]) -> T:
+    """All settings at once: some are right only together."""
     kind = type(config)
+    fields: Any = msgspec.to_builtins(config)
     for text in settings:
         path, read = parse_setting(text)
-        fields: Any = msgspec.to_builtins(config)
         *outer, last = path.split(".")
         at = fields
         for name in outer:
@@ -290,12 +310,8 @@ def override[T](config: T, settings: Sequence[str]) -> T:
             if not isinstance(at, dict):
                 raise CloverError(f"setting {text!r}: {kind.__name__} has no part {name!r}")
         at[last] = read
-        try:
-            _reject_unknown(fields, kind, "")
-            config = msgspec.convert(fields, kind)
-        except msgspec.MsgspecError as error:
-            raise CloverError(f"setting {text!r} does not fit: {error}") from None
-    return config
+    _reject_unknown(fields, kind, "")
+    return msgspec.convert(fields, kind)
 
 
 def canonical_json(config: Any) -> str:

@@ -5,6 +5,7 @@ import dataclasses
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,16 @@ def train(flags: TrainPretrain | TrainConvert | TrainSft) -> int:
             print("\n".join(_residual_lines(residuals)), file=sys.stderr)
             check()
 
+        def lost(counts: Counter[str]) -> None:
+            said = ", ".join(f"{n} {reason}" for reason, n in counts.items())
+            print(f"traces: {said} (traces.buckets holds more)", file=sys.stderr)
+
         model = loop.train(
             run,
             flags.out,
             report=report,
             calibrated=calibrated,
+            lost=lost,
             evaluate=None if run.evaluation is None else _evaluator(run, run.evaluation, env),
             env=env,
         )

@@ -8,6 +8,7 @@ sorted by size and cut into batches, each in the smallest bucket that holds all 
 import dataclasses
 import functools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,6 +29,8 @@ type Rows = Sequence[Sequence[Example]]  # the samples of each row of a batch
 @runtime_checkable
 class Batches(Protocol):
     """What a run reads."""
+
+    lost: Counter[str]  # what it does not read of what it was given, by reason
 
     def batch(self, step: int) -> Batch:
         """The batch of a training step: the same whenever it is asked for."""
@@ -188,6 +191,7 @@ class TaskBatches:
         config.noise.every_length(block)
         self.config = config
         self.tokenizer = tokenizer
+        self.lost = Counter[str]()  # items are made, not given
         self._block = block
         self._split = split
         self._window = functools.lru_cache(maxsize=2)(self._make_window)

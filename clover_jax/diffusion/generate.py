@@ -479,17 +479,29 @@ class _Row:
         return TextEvent(r, out, tuple(taken)) if taken or out else None
 
 
-def _rules(cfg: ModelConfig, tokenizer: Tokenizer | None) -> Rules:
+def forbidden_ids(cfg: ModelConfig, tokenizer: Tokenizer | None) -> np.ndarray:
+    """Ids that no position can take, bool [vocab]: the mask, and those past the tokenizer's end.
+
+    The mask is the config's and the tokenizer's: an AR base has one in its tokenizer only.
+    """
     forbidden = np.zeros(cfg.vocab_size, bool)
-    if cfg.mask_token_id is not None:
-        forbidden[cfg.mask_token_id] = True
-    stops, close = [-1], -1
+    masks = {cfg.mask_token_id}
     if tokenizer is not None:
         forbidden[tokenizer.vocab_size :] = True
+        masks.add(tokenizer.mask_id)
+    forbidden[[mask for mask in masks if mask is not None]] = True
+    return forbidden
+
+
+def _rules(cfg: ModelConfig, tokenizer: Tokenizer | None) -> Rules:
+    stops, close = [-1], -1
+    if tokenizer is not None:
         stops = list(tokenizer.stop_ids)
         close = -1 if tokenizer.think_close_id is None else tokenizer.think_close_id
     return Rules(
-        jnp.asarray(forbidden), jnp.asarray(stops, jnp.int32), jnp.asarray(close, jnp.int32)
+        jnp.asarray(forbidden_ids(cfg, tokenizer)),
+        jnp.asarray(stops, jnp.int32),
+        jnp.asarray(close, jnp.int32),
     )
 
 

@@ -105,7 +105,10 @@ def without_stops(generator: Generator) -> Generator:
     forbidden = np.array(own.rules.forbidden)
     stops = np.asarray(own.rules.stop_ids)
     forbidden[stops[stops >= 0]] = True
-    own.rules = own.rules._replace(forbidden=jnp.asarray(forbidden))
+    # A stop among the known tokens ends nothing either.
+    own.rules = own.rules._replace(
+        forbidden=jnp.asarray(forbidden), stop_ids=jnp.full_like(own.rules.stop_ids, -1)
+    )
     return own
 
 

@@ -5,6 +5,7 @@ devices or accumulated without changing the loss.
 """
 
 import dataclasses
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from clover_jax.config import ModelConfig
 from clover_jax.diffusion.corrupt import Batch, streams
 from clover_jax.diffusion.on_policy import follow
 from clover_jax.env import Env
+from clover_jax.errors import CloverError
 from clover_jax.model.stack import StackStats
 from clover_jax.model.transformer import (
     Params,
@@ -54,6 +56,19 @@ class LossConfig:
     balance: float = 0.01
     router_z: float = 0.0001
     chunk: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("ar", "diffusion", "certainty", "balance", "router_z"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise CloverError(
+                    f"loss {name} is {getattr(self, name)}: expected a number of at least 0"
+                )
+        if self.follow_above is not None and not 0 <= self.follow_above <= 1:
+            raise CloverError(
+                f"loss follow_above is {self.follow_above}: expected a confidence from 0 to 1"
+            )
+        if self.chunk < 1:
+            raise CloverError(f"loss chunk is {self.chunk}: expected at least 1")
 
 
 class Totals(NamedTuple):

@@ -28,7 +28,7 @@ from clover_jax.data import tasks
 from clover_jax.data.pipeline import DataConfig, TaskBatches
 from clover_jax.data.tokenizer import Tokenizer
 from clover_jax.diffusion.corrupt import NoiseConfig
-from clover_jax.diffusion.generate import Generator
+from clover_jax.diffusion.generate import Generator, forbidden_ids
 from clover_jax.diffusion.loss import LossConfig, as_arrays, training_loss
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
@@ -364,8 +364,7 @@ def _masked_losses(plan: Plan, params: Params, tokenizer: Tokenizer) -> tuple[fl
         mix=tasks.Mix(tuple((task, 1.0) for task in known), 1.0),
     )
     batches = TaskBatches(tokenizer, data, block=cfg.block_length, split=m.split)
-    forbidden = np.arange(cfg.vocab_size) >= tokenizer.vocab_size
-    forbidden[cfg.mask_token_id] = True
+    forbidden = forbidden_ids(cfg, tokenizer)
     values = []
     for i in range(m.loss_batches):
         batch = as_arrays(batches.batch(i))

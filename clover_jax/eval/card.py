@@ -68,7 +68,7 @@ ARMS = (
     Arm("block 8", "model", "block", 8),
     Arm("block 32, unsure", "model", "block", 32, "unsure", frontier=FRONTIER),
     # Nothing exceeds 1: one preview drafts, the causal pass judges.
-    Arm("block 32, verified", "model", "block", 32, "verified", 1.0, (*FRONTIER, 1.0)),
+    Arm("block 32, verified", "model", "block", 32, "verified", 1.0, (THRESHOLD, 1.0)),
 )
 BASE_ARM = "AR mode"  # what the others are compared with
 

@@ -55,7 +55,11 @@ def block_lengths(block: int) -> tuple[int, ...]:
 
 
 def vary_blocks(batch: Batch, step: int, block: int) -> Batch:
-    """The batch with other valid lengths per block, every second one without masks."""
+    """The batch with other valid lengths per block, every second one without masks.
+
+    Blocks show the clean tokens that follow their boundary, whatever the noise had put there
+    (shorter blocks, substitutes): these are the positions of the causal values.
+    """
     lengths = np.asarray(block_lengths(block), np.int32)
     draw = np.random.default_rng([step])
     n = draw.choice(lengths, batch.block_n_valid.shape).astype(np.int32)
@@ -63,7 +67,13 @@ def vary_blocks(batch: Batch, step: int, block: int) -> Batch:
     # A block may not reach past its sample: its causal values would not exist.
     room = _ends(batch) - batch.block_index
     n = np.where((batch.block_n_valid > 0) & (n <= room), n, 0)
-    return batch._replace(block_n_valid=n, block_masked=masked)
+    at = np.asarray(batch.block_index)[..., None] + np.arange(block)
+    at = np.minimum(at, batch.tokens.shape[1] - 1)
+    rows = np.arange(len(batch.tokens))[:, None, None]
+    tokens = np.asarray(batch.tokens)[rows, at]
+    return batch._replace(
+        block_n_valid=n, block_masked=masked, block_tokens=tokens, block_shown=tokens
+    )
 
 
 def _ends(batch: Batch) -> np.ndarray:

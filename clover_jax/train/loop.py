@@ -19,6 +19,7 @@ import dataclasses
 import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from clover_jax.config import ModelConfig, canonical_json
 from clover_jax.data import bpe, tasks
 from clover_jax.data.pipeline import Batches, TaskBatches
 from clover_jax.data.tokenizer import Tokenizer
+from clover_jax.diffusion.generate import forbidden_ids
 from clover_jax.diffusion.loss import training_loss
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
@@ -88,6 +90,7 @@ def train(
     *,
     report: Report,
     calibrated: Callable[[Residuals], None] = lambda _: None,
+    lost: Callable[[Counter[str]], None] = lambda _: None,
     evaluate: Evaluate | None = None,
     save_seconds: float = 120.0,
     env: Env = ENV,
@@ -102,6 +105,7 @@ def train(
         folder: the run's own.
         report: called with every line of the log.
         calibrated: called with the residuals if the block operator was calibrated.
+        lost: called with what of the traces the run does not read, by reason, if it is anything.
         evaluate: scores of a model, where `run.evaluation` asks for them.
         save_seconds: time between checkpoints.
         env: where to run; how to rematerialise is the run's own.
@@ -117,7 +121,7 @@ def train(
         start = _base(run, folder, env)
     else:
         start = _clover(run, folder, env, calibrated)
-    return _run(run, folder, start, report, evaluate, save_seconds, env)
+    return _run(run, folder, start, report, lost, evaluate, save_seconds, env)
 
 
 def _base(run: RunConfig, folder: Path, env: Env) -> _Start:
@@ -188,14 +192,16 @@ def _make_source(
         checkpoint.convert(start, folder / "uncalibrated", overwrite=True)
         start = folder / "uncalibrated"
     cfg, params, _ = checkpoint.load(start, dtype="float32")
+    residuals = None
     if run.calibration_steps:
         batches = _batches(run, Tokenizer.load(start), cfg, "train")
         examples = [batches.batch(step) for step in range(run.calibration_steps)]
         params, residuals = calibrate(params, examples, cfg=cfg, env=ENV)
         (folder / "calibration.json").write_text(residuals.to_json())
-        calibrated(residuals)
     checkpoint.save(source, cfg, params, files_from=start)
     shutil.rmtree(folder / "uncalibrated", ignore_errors=True)
+    if residuals is not None:
+        calibrated(residuals)
 
 
 def _claim(run: RunConfig, folder: Path) -> None:
@@ -219,7 +225,10 @@ def _claim_alone(run: RunConfig, folder: Path) -> None:
     elif folder.exists() and any(not p.match("run.json.*.part") for p in folder.iterdir()):
         raise CloverError(f"{folder} is not empty and holds no run: choose another folder")
     else:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CloverError(f"cannot make the folder {folder}: {error.strerror}") from None
         with whole_file(path) as building:
             building.write_text(asked)
 
@@ -240,6 +249,7 @@ def _run(
     folder: Path,
     start: _Start,
     report: Report,
+    lost: Callable[[Counter[str]], None],
     evaluate: Evaluate | None,
     save_seconds: float,
     env: Env,
@@ -247,9 +257,9 @@ def _run(
     cfg, params, files = start
     tokenizer = Tokenizer.load(files)
     batches = _batches(run, tokenizer, cfg, "train")
-    forbidden = np.arange(cfg.vocab_size) >= tokenizer.vocab_size
-    if tokenizer.mask_id is not None:
-        forbidden[tokenizer.mask_id] = True
+    if batches.lost:
+        lost(batches.lost)
+    forbidden = forbidden_ids(cfg, tokenizer)
     # Committed to devices as a restored state is, so that both take one compiled step.
     own = lambda tree: place(tree, cfg, env)
     weights = params if run.remat or env.mesh is not None else unstack(params)

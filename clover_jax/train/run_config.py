@@ -13,8 +13,6 @@ from clover_jax.train.step import OptimiserConfig
 LOG_EVERY = 10  # steps
 Kind = Literal["pretrain", "convert", "sft"]
 
-FOLLOW_ABOVE = 0.9  # below the sampler's 0.95: states a little further on than it meets
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
@@ -68,7 +66,8 @@ class RunConfig:
         calibration_steps: that fit the block operator before the first step.
         lora: what an adapter trains instead of all weights.
         accumulate: parts that a batch's rows run in, one after the other, for less memory.
-        compute_dtype: of the pass; None is float32. What is trained is kept in float32.
+        compute_dtype: of the pass; None is float32. What is trained is kept in float32, save in a
+            pre-training from nothing, which keeps the preset's own dtype.
         remat: recompute each layer in the backward pass, with the router's choices kept.
         evaluation: answers on the way, or None.
     """
@@ -88,10 +87,10 @@ class RunConfig:
     evaluation: Evaluation | None = None
 
     def __post_init__(self) -> None:
-        if self.calibration_steps < 0 or self.seed < 0:
+        if self.calibration_steps < 0 or not 0 <= self.seed < 2**32:
             raise CloverError(
                 f"run calibration_steps {self.calibration_steps}, seed {self.seed}: expected "
-                "numbers >= 0"
+                "numbers >= 0, the seed below 2^32"
             )
         if (self.data is None) == (self.traces is None):
             raise CloverError(
@@ -107,9 +106,18 @@ class RunConfig:
                 f"pre-training has no blocks, but loss.diffusion is {self.loss.diffusion} and "
                 f"calibration_steps {self.calibration_steps}: expected 0 for both"
             )
-        if self.loss.follow_above is not None and not self.rows.noise.complementary:
+        noise, follow = self.rows.noise, self.loss.follow_above
+        if follow is not None and not (noise.complementary and noise.frontier_share):
             raise CloverError(
-                "loss.follow_above needs two views of each block, but noise.complementary is false"
+                f"loss.follow_above is {follow}, noise.complementary {noise.complementary} and "
+                f"noise.frontier_share {noise.frontier_share}: expected true and a share above 0, "
+                "since it is the second view of frontier noise that follows the first"
+            )
+        if noise.complementary and noise.frontier_share and follow is None and self.loss.diffusion:
+            raise CloverError(
+                f"noise.frontier_share is {noise.frontier_share} and loss.follow_above null: "
+                "expected a confidence (such as 0.9), or noise.complementary false; the second "
+                "view of a block would repeat the first"
             )
 
     @property

@@ -14,7 +14,14 @@ from clover_jax.cache import empty_cache
 from clover_jax.data.bpe import train_bpe, write_tokenizer
 from clover_jax.data.tokenizer import StreamDecoder, Tokenizer
 from clover_jax.diffusion import sampler
-from clover_jax.diffusion.generate import CanvasEvent, DoneEvent, Generator, Request, TextEvent
+from clover_jax.diffusion.generate import (
+    CanvasEvent,
+    DoneEvent,
+    Generator,
+    Request,
+    TextEvent,
+    forbidden_ids,
+)
 from clover_jax.diffusion.sampling_config import RampConfig, SamplerConfig
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
@@ -573,3 +580,12 @@ def test_bad_continuations_are_named(tokenizer):
     for says, requests in bad.items():
         with pytest.raises(CloverError, match=says):
             list(made.stream(requests, driver="full", cache=kept[0]))
+
+
+def test_forbidden_are_the_masks_and_what_the_tokenizer_does_not_know(tokenizer):
+    past = set(range(tokenizer.vocab_size, CFG.vocab_size))
+    ids = lambda cfg, known: set(np.flatnonzero(forbidden_ids(cfg, known)).tolist())
+    assert ids(CFG, tokenizer) == {CFG.mask_token_id, tokenizer.mask_id} | past
+    base = CFG.replace(bd_gdn=None, mask_token_id=None, **{"moe.coreset": None})
+    assert ids(base, tokenizer) == {tokenizer.mask_id} | past  # an AR base's tokenizer has one, too
+    assert ids(CFG, None) == {CFG.mask_token_id} and not ids(base, None)

@@ -93,6 +93,13 @@ def test_right_context_counts_and_masked_tokens_do_not(tokenizer):
     assert first.confidences[2] != other.confidences[2]
 
 
+def test_a_known_stop_ends_nothing(tokenizer):
+    stop = tokenizer.stop_ids[0]
+    plain, stopped = fill(tokenizer, holes(4, 5, 6), holes(4, 5, 6, t1=stop))
+    assert stopped.previews == plain.previews == 3
+    assert sorted(stopped.revealed_at[4:7]) == [0, 1, 2]
+
+
 def test_what_is_not_given_is_unknown(tokenizer):
     """Three tokens: the rest of the block is masked, not pinned to anything, and not returned."""
     short, long = fill(tokenizer, holes(1, n=3), holes(1, 3, 4, 5, 6, 7))

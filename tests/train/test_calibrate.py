@@ -1,6 +1,8 @@
 """What calibration regresses on what. The fit itself is tested with the run that it starts."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +30,7 @@ BLOCK = CFG.block_length
 ONE_VIEW = NoiseConfig(complementary=False)
 
 
-def batch(rows: int, *, samples: int = 1, time: int = 40, blocks: int = 3):
+def batch(rows: int, *, samples: int = 1, time: int = 40, blocks: int = 3, **noise: Any):
     """Prompts and responses of random lengths, several to a row."""
     rng = np.random.default_rng(0)
     tokens = lambda n: rng.integers(10, 150, n).tolist()
@@ -38,7 +40,7 @@ def batch(rows: int, *, samples: int = 1, time: int = 40, blocks: int = 3):
     return make_batch(
         [examples[i : i + samples] for i in range(0, count, samples)],
         time=samples * time, blocks=samples * blocks, block=BLOCK, pad_id=0, seed=0, epoch=0,
-        noise=ONE_VIEW,
+        noise=dataclasses.replace(ONE_VIEW, **noise), substitutes=np.arange(10, 150),
     )  # fmt: skip
 
 
@@ -76,8 +78,23 @@ def test_blocks_vary():
     noisy = got.block_masked.any(axis=-1)[there]
     assert 0.4 < noisy.mean() < 0.6
     np.testing.assert_array_equal(got.block_masked[there][noisy], given.block_masked[there][noisy])
-    for name in ("tokens", "n_valid", "block_index", "block_tokens"):
+    for name in ("tokens", "n_valid", "block_index"):
         np.testing.assert_array_equal(getattr(got, name), getattr(given, name))
+
+
+@pytest.mark.parametrize(
+    "noise", [{}, {"lengths": (1, 3)}, {"curriculum": ((0, 2),)}, {"substituted": 0.5}]
+)
+def test_blocks_show_the_clean_tokens_at_their_places(noise):
+    """Short blocks end in pads and substitutes stand for others; causal values are of neither."""
+    got = vary_blocks(batch(50, **(noise | {"blocks": 40})), 3, BLOCK)
+    longer = 0
+    for r, b in np.argwhere(got.block_n_valid > 0):
+        first, n = got.block_index[r, b], got.block_n_valid[r, b]
+        for shown in (got.block_tokens, got.block_shown):
+            np.testing.assert_array_equal(shown[r, b, :n], got.tokens[r, first : first + n])
+        longer += n > 3
+    assert longer > 20
 
 
 def test_blocks_of_packed_rows_stay_in_their_samples():

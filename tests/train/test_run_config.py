@@ -53,6 +53,10 @@ BAD = {
     "evaluation.n=0": "n is 0",
     'evaluation.tasks=["cooking"]': "cooking",
     "seed=-1": "seed -1",
+    "seed=4294967296": "below 2.32",
+    "loss.ar=-1": "loss ar is -1",
+    "loss.chunk=0": "chunk is 0",
+    "loss.follow_above=7": "follow_above is 7",
     'data.mix.weights=[["cooking",2]]': "cooking",
 }
 
@@ -73,8 +77,34 @@ def test_pretraining_has_no_blocks():
             dataclasses.replace(run, **changes)
 
 
-def test_following_needs_two_views():
-    with pytest.raises(CloverError, match="two views"):
-        override(
-            default_run("convert", "x"), ["data.noise.complementary=false", "loss.follow_above=0.9"]
-        )
+FRONTIER, FOLLOW = "data.noise.frontier_share=0.5", "loss.follow_above=0.9"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (FOLLOW,),  # nothing to follow
+        (FRONTIER,),  # the second view would be the first once more
+        ("data.noise.complementary=false", FRONTIER, FOLLOW),
+    ],
+)
+def test_following_needs_frontier_noise_and_two_views(settings):
+    with pytest.raises(CloverError, match=r"frontier_share .*expected"):
+        override(default_run("convert", "x"), settings)
+    override(default_run("convert", "x"), ["data.noise.complementary=false", FRONTIER])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_settings_that_are_right_only_together(order):
+    pair = ['optimiser.freeze=["mlp.gate"]', "optimiser.freeze_steps=5"][::order]
+    assert override(default_run("convert", "x"), pair).optimiser.freeze_steps == 5
+    assert override(default_run("convert", "x"), [FOLLOW, FRONTIER][::order]).loss.follow_above
+    traces = ["data=null", 'traces={"train": "a.jsonl"}'][::order]
+    assert override(default_run("sft", "x"), traces).traces.train == "a.jsonl"
+
+
+def test_of_several_settings_the_bad_one_is_named():
+    with pytest.raises(CloverError, match=r"^setting 'remat=1' does not fit"):
+        override(default_run("convert", "x"), ["seed=3", "remat=1", "optimiser.steps=9"])
+    with pytest.raises(CloverError, match=r"'remat=1', 'seed=x' does not fit"):
+        override(default_run("convert", "x"), ["remat=1", "seed=x"])
