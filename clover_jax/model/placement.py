@@ -113,6 +113,13 @@ def first_process_first() -> Iterator[bool]:
         multihost_utils.sync_global_devices("the first process is done")
 
 
+def first_process_says(answer: bool) -> bool:
+    """The first process's answer, in all of them: clocks differ, and a save is collective."""
+    if jax.process_count() == 1:
+        return answer
+    return bool(multihost_utils.broadcast_one_to_all(np.bool_(answer)))
+
+
 def is_here(x: Any) -> bool:
     """Whether this process holds all of an array's parts."""
     return not isinstance(x, jax.Array) or x.is_fully_addressable

@@ -42,6 +42,7 @@ from clover_jax.files import whole_file
 from clover_jax.model import lora
 from clover_jax.model.placement import (
     first_process_first,
+    first_process_says,
     initialised,
     on_host,
     place,
@@ -279,11 +280,13 @@ def _run(
             if evaluate is not None and _is_evaluated(run, line.step):
                 line.metrics.update(evaluate(cfg, steps.weights(state), tokenizer))
             log.append(line.step, line.metrics)
-            due = line.step == line.steps or time.monotonic() - saved > save_seconds
+            late = first_process_says(time.monotonic() - saved > save_seconds)
+            due = line.step == line.steps or late
             try:
                 report(line)
             except BaseException:  # an interrupt: keep what was reported
-                due = True
+                # Several processes may be interrupted at different lines, and save together only.
+                due = jax.process_count() == 1
                 raise
             finally:
                 if due:
