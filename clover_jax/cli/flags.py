@@ -6,8 +6,6 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
 
-from clover_jax.diffusion.sampling_config import Close
-
 # A flag without a --no- twin.
 Switch = Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")]
 
@@ -27,6 +25,9 @@ FolderInt = Annotated[int | None, own("INT")]
 OptionalText = Annotated[str | None, none("TEXT")]
 OptionalFile = Annotated[Path | None, none("FILE")]
 Norms = Annotated[Literal["zero_centred", "plain"] | None, none("{zero_centred,plain}")]
+Close = Annotated[
+    Literal["resolved", "unsure", "verified"] | None, own("{resolved,unsure,verified}")
+]
 Checkpoint = Annotated[
     Path | None, arg(metavar="DIR", help_behavior_hint="(default: the model in the package)")
 ]
@@ -96,7 +97,7 @@ class ModelFlags(DeviceFlags):
     presence: FolderFloat = None
     frequency: FolderFloat = None
     repetition: FolderFloat = None
-    close: Annotated[Close | None, own("{resolved,unsure,verified}")] = None
+    close: Close = None
     seed: int = 0
     stop: UseAppendAction[tuple[str, ...]] = ()
     system: OptionalText = None

@@ -18,7 +18,9 @@ from clover_jax.config import ModelConfig
 from clover_jax.data.chat import thinking_state
 from clover_jax.data.tokenizer import StopStrings, StreamDecoder, Tokenizer
 from clover_jax.diffusion import sampler
-from clover_jax.diffusion.sampler import DecodeState, Loop, ModelPasses, Rules
+from clover_jax.diffusion.decode_state import DecodeState, Rules, frozen_coreset
+from clover_jax.diffusion.passes import ModelPasses
+from clover_jax.diffusion.sampler import Loop
 from clover_jax.diffusion.sampling_config import SamplerConfig, SamplerParams, sampler_params
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
@@ -370,7 +372,7 @@ class Generator:
             vocab_size=cfg.vocab_size,
             num_layers=cfg.num_layers,
             limit=_bucket(limit, 128),
-            coreset=sampler.frozen_coreset(cfg) if loop.mode == "block" else None,
+            coreset=frozen_coreset(cfg) if loop.mode == "block" else None,
             **replicate(by_row, self.env),
         )
         return state, reused

@@ -15,7 +15,8 @@ import numpy as np
 
 from clover_jax.diffusion import sampler
 from clover_jax.diffusion.generate import Generator, Request
-from clover_jax.diffusion.sampler import Loop, ModelPasses
+from clover_jax.diffusion.passes import ModelPasses
+from clover_jax.diffusion.sampler import Loop
 from clover_jax.diffusion.sampling_config import SamplerConfig, sampler_params
 from clover_jax.errors import CloverError
 

@@ -14,7 +14,7 @@ last tokens are never committed: nobody reads that state. A conversation goes on
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,23 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from clover_jax.cache import DecodeCache
-from clover_jax.config import ModelConfig
+from clover_jax.diffusion.decode_state import (
+    ERROR,
+    LENGTH,
+    RUNNING,
+    STOP,
+    Canvas,
+    Counters,
+    DecodeState,
+    Rules,
+    Text,
+    Trace,
+    blank_canvas,
+    chosen_coreset,
+)
+from clover_jax.diffusion.passes import Passes
 from clover_jax.diffusion.penalties import forbid, process_logits, response_counts
 from clover_jax.diffusion.ramps import (
-    ResponseState,
     advance,
     block_indices,
     later_closes,
@@ -53,88 +66,7 @@ from clover_jax.diffusion.stop import (
     first_position,
     first_stop,
 )
-from clover_jax.env import Env
-from clover_jax.model import transformer
 from clover_jax.model.stack import StackStats
-
-RUNNING, STOP, LENGTH, ERROR = range(4)  # DecodeState.finish
-
-
-@runtime_checkable
-class Passes(Protocol):
-    """What the loop asks of a model. `step` is for scripted models; a real one ignores it."""
-
-    def commit(self, params: Any, tokens: Array, n_valid: Array, cache: Any) -> Any:
-        """Causal pass that appends tokens; returns the cache."""
-        ...
-
-    def preview(
-        self, params: Any, canvas: "Canvas", n_valid: Array, cache: Any, step: Array
-    ) -> tuple[Array, StackStats | None]:
-        """Logits [rows, block, vocab] of the canvas."""
-        ...
-
-    def commit_and_preview(
-        self, params: Any, tokens: Array, n_commit: Array, canvas: "Canvas", n_valid: Array,
-        cache: Any, step: Array,
-    ) -> tuple[Any, Array, StackStats | None]:  # fmt: skip
-        """Both in one pass."""
-        ...
-
-    def next_logits(self, params: Any, cache: Any) -> Array:
-        """Causal logits [rows, vocab] of the token after the prefix."""
-        ...
-
-    def verify(self, params: Any, tokens: Array, n_valid: Array, cache: Any) -> tuple[Any, Array]:
-        """The cache with nothing committed, and causal logits [rows, block + 1, vocab] of each
-        token and of the one after the last."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelPasses:
-    """The passes of a real model."""
-
-    cfg: ModelConfig
-    env: Env
-
-    def commit(self, params: Any, tokens: Array, n_valid: Array, cache: Any) -> Any:
-        """See `Passes`."""
-        return transformer.extend(params, tokens, n_valid, cache, cfg=self.cfg, env=self.env).cache
-
-    def preview(
-        self, params: Any, canvas: "Canvas", n_valid: Array, cache: Any, step: Array
-    ) -> tuple[Array, StackStats | None]:
-        """See `Passes`."""
-        return transformer.preview(
-            params, canvas.tokens, canvas.masked, n_valid, cache,
-            cfg=self.cfg, env=self.env, coreset=canvas.coreset,
-        )  # fmt: skip
-
-    def commit_and_preview(
-        self, params: Any, tokens: Array, n_commit: Array, canvas: "Canvas", n_valid: Array,
-        cache: Any, step: Array,
-    ) -> tuple[Any, Array, StackStats | None]:  # fmt: skip
-        """See `Passes`."""
-        clean = transformer.CleanInput(tokens, n_commit)
-        return transformer.commit_and_preview(
-            params, clean, canvas.tokens, canvas.masked, n_valid, cache,
-            cfg=self.cfg, env=self.env, coreset=canvas.coreset,
-        )  # fmt: skip
-
-    def next_logits(self, params: Any, cache: Any) -> Array:
-        """See `Passes`."""
-        return transformer.next_token_logits(params, cache, env=self.env)
-
-    def verify(self, params: Any, tokens: Array, n_valid: Array, cache: Any) -> tuple[Any, Array]:
-        """See `Passes`."""
-        out = transformer.extend(
-            params, tokens, n_valid, cache, cfg=self.cfg, env=self.env, logits="all"
-        )
-        first = transformer.next_token_logits(params, cache, env=self.env)
-        # Cells past a row's length do not matter: the pass may write them in place.
-        cache = cache._replace(k=out.cache.k, v=out.cache.v)
-        return cache, jnp.concatenate([first[:, None], out.logits], axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,74 +101,6 @@ class Loop:
     def close(self) -> Close:
         """When a block closes; AR mode's blocks of one token have but one way."""
         return self.structure.close if self.mode == "block" else "resolved"
-
-
-class Rules(NamedTuple):
-    """What the vocabulary says, from the checkpoint folder."""
-
-    forbidden: Bool[Array, " vocab"]  # the mask, and ids past the tokenizer's end
-    stop_ids: Int[Array, " stops"]
-    think_close: Int[Array, ""]  # -1: none
-
-
-class Canvas(NamedTuple):
-    """The blocks being denoised. Masked-ness is a flag, never `token == mask_id`."""
-
-    tokens: Int[Array, "rows block"]
-    masked: Bool[Array, "rows block"]
-    logprob: Float[Array, "rows block"]  # log softmax(P)[token] when it was revealed
-    confidence: Float[Array, "rows block"]  # of the latest preview's pick
-    revealed_at: Int[Array, "rows block"]  # step in the block, -1 while masked
-    guess: Int[Array, "rows block"]  # the latest preview's pick at every position
-    coreset: Bool[Array, "rows layers experts"] | None = None  # frozen; no members: none yet
-
-
-class Text(NamedTuple):
-    """What has been written, by response index."""
-
-    tokens: Int[Array, "rows limit"]
-    logprob: Float[Array, "rows limit"]
-    confidence: Float[Array, "rows limit"]
-    revealed_at: Int[Array, "rows limit"]
-    length: Int[Array, " rows"]  # up to and including the stop
-
-
-class Counters(NamedTuple):
-    """Accounting per row; expert counts are sums over previews, per layer."""
-
-    previews: Int[Array, " rows"]
-    forwards: Int[Array, " rows"]  # previews, commits, verifications; a fused pass is one
-    experts: Float[Array, "layers rows"]  # distinct experts of the row
-    experts_union: Float[Array, " layers"]  # distinct experts of the batch
-    steps: Int[Array, ""]  # decode steps of the batch
-
-
-class DecodeState(NamedTuple):
-    """Everything a decode loop carries."""
-
-    cache: DecodeCache
-    response: ResponseState  # of committed tokens
-    counts: Int[Array, "rows vocab"]  # of committed response tokens
-    canvas: Canvas
-    step: Int[Array, " rows"]  # previews of the current block
-    pending: Int[Array, " rows"]  # tokens of the canvas that wait for their commit
-    finish: Int[Array, " rows"]  # RUNNING, STOP, LENGTH or ERROR
-    text: Text
-    max_tokens: Int[Array, " rows"]
-    seed: UInt32[Array, " rows"]
-    sample_index: UInt32[Array, " rows"]
-    context: Int[Array, ""]  # tokens that cache and model hold
-    counters: Counters
-    margin: Float[Array, " rows"]  # smallest decision margin so far
-
-
-class Trace(NamedTuple):
-    """Canvases after each step of a `run_block` call, step axis first."""
-
-    canvas: Canvas
-    step: Int[Array, "steps rows"]
-    ran: Bool[Array, "steps rows"]  # the row was still running
-    used: Int[Array, ""]  # steps recorded
 
 
 def start(
@@ -430,33 +294,6 @@ def _by_row(f: Any, args: Any) -> Any:
     return lax.fori_loop(0, lax.optimization_barrier(jnp.int32(rows)), body, out)
 
 
-def frozen_coreset(cfg: ModelConfig) -> tuple[int, int] | None:
-    """(layers, experts) of what a block carries from step to step, None if it carries nothing."""
-    m = cfg.moe
-    return (cfg.num_layers, m.num_experts) if m.coreset is not None and m.coreset.frozen else None
-
-
-def chosen_coreset(stats: StackStats | None) -> Bool[Array, "rows layers experts"] | None:
-    """What a preview of one block a row chose its experts from, where a block keeps that."""
-    if stats is None or stats.router.coreset is None:
-        return None
-    return jnp.moveaxis(stats.router.coreset[:, :, 0], 0, 1)
-
-
-def blank_canvas(rows: int, block: int, coreset: tuple[int, int] | None = None) -> Canvas:
-    """Blocks that are all masks; `coreset`: (layers, experts) where a block keeps its own."""
-    fill = lambda value, dtype: jnp.full((rows, block), value, dtype)
-    return Canvas(
-        tokens=fill(0, jnp.int32),
-        masked=fill(True, bool),
-        logprob=fill(0, jnp.float32),
-        confidence=fill(0, jnp.float32),
-        revealed_at=fill(-1, jnp.int32),
-        guess=fill(0, jnp.int32),
-        coreset=None if coreset is None else jnp.zeros((rows, *coreset), bool),
-    )
-
-
 def _opened(canvas: Canvas, n: Array) -> Canvas:
     """The canvases without their first n positions, masks behind; untouched in rows with n = 0.
 
@@ -532,7 +369,7 @@ def _verify(
         state.text, said, state.response.response_length, jnp.where(ready & ~error, written, 0)
     )
     pick = lambda a: jnp.take_along_axis(a, accepted[:, None], axis=1)
-    start = blank_canvas(*draft.shape)
+    start = blank_canvas(draft.shape[0], block)
     head = jnp.arange(block, dtype=jnp.int32)[None] == 0
     start = start._replace(
         tokens=jnp.where(head, pick(verdict.token), start.tokens),

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.cache import DecodeCache, empty_cache
+from clover_jax.diffusion.decode_state import Canvas, blank_canvas
 from clover_jax.diffusion.generate import Completion, Generator, Request, compiled_prefill
-from clover_jax.diffusion.sampler import Canvas, ModelPasses, blank_canvas
+from clover_jax.diffusion.passes import ModelPasses
 from clover_jax.errors import CloverError
 from clover_jax.eval.compilations import compilations
 from clover_jax.verify.rivals import Rival

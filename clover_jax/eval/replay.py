@@ -24,10 +24,15 @@ from clover_jax.config import ModelConfig
 from clover_jax.data import tasks
 from clover_jax.data.pipeline import to_example
 from clover_jax.data.tokenizer import Tokenizer
+from clover_jax.diffusion.decode_state import (
+    Rules,
+    blank_canvas,
+    chosen_coreset,
+    frozen_coreset,
+)
 from clover_jax.diffusion.generate import Generator, compiled_prefill
 from clover_jax.diffusion.penalties import forbid
 from clover_jax.diffusion.reveal import reveal_mask
-from clover_jax.diffusion.sampler import Rules, blank_canvas, chosen_coreset, frozen_coreset
 from clover_jax.diffusion.stop import block_finished, candidates, first_position, first_stop
 from clover_jax.env import Env
 from clover_jax.errors import CloverError

@@ -96,14 +96,14 @@ def test_trace_ends_in_the_answer(answer: dict, model: Path, clover: Clover, tmp
     assert ran.status == 0, ran.err
     events = [json.loads(line) for line in trace.read_text().splitlines()]
     assert len(events) == answer["stats"]["previews"]
-    assert [e["step"] for e in events if e["block"] == 0] == [
-        *range(sum(e["block"] == 0 for e in events))
+    assert [e["step"] for e in events if e["start"] == 0] == [
+        *range(sum(e["start"] == 0 for e in events))
     ]
-    final = {e["block"]: e for e in events}
-    tokens = [token for block in sorted(final) for token in final[block]["tokens"]]
+    final = {e["start"]: e for e in events}
+    tokens = [token for at in sorted(final) for token in final[at]["tokens"]]
     assert tokens[: len(answer["token_ids"])] == answer["token_ids"]
     for before, after in itertools.pairwise(events):
-        if before["block"] == after["block"]:
+        if before["start"] == after["start"]:
             fixed = [not masked for masked in before["masked"]]
             assert all(not after["masked"][i] for i, f in enumerate(fixed) if f)
     svg = picture.read_text()

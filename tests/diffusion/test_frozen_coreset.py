@@ -10,6 +10,7 @@ import pytest
 from clover_jax.cache import empty_cache
 from clover_jax.config import CoresetConfig
 from clover_jax.diffusion import sampler
+from clover_jax.diffusion.decode_state import frozen_coreset
 from clover_jax.diffusion.sampling_config import SamplerConfig, sampler_params
 from clover_jax.env import Env
 from clover_jax.model.transformer import preview, unstack
@@ -22,7 +23,7 @@ def test_a_block_keeps_the_coreset_of_its_first_step():
     cfg = small.config(**{"moe.coreset": CoresetConfig(top_p=0.5, frozen=True)})
     loop, env = loop_of(cfg, "block"), Env(rows="batched")
     params = jax.tree.map(jnp.asarray, unstack(small.random_params(cfg)))
-    state = start(empty_cache(cfg, ROWS, 128), loop, coreset=sampler.frozen_coreset(cfg))
+    state = start(empty_cache(cfg, ROWS, 128), loop, coreset=frozen_coreset(cfg))
     look = jax.jit(functools.partial(preview, cfg=cfg, env=env), compiler_options=small.QUICK)
     whole = jnp.full(ROWS, cfg.block_length, jnp.int32)
     kept: list[np.ndarray | None] = [None] * ROWS

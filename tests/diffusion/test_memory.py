@@ -11,7 +11,9 @@ import pytest
 
 from clover_jax.cache import cache_shapes, empty_cache
 from clover_jax.diffusion import sampler
-from clover_jax.diffusion.sampler import Loop, ModelPasses, Rules
+from clover_jax.diffusion.decode_state import Rules
+from clover_jax.diffusion.passes import ModelPasses
+from clover_jax.diffusion.sampler import Loop
 from clover_jax.diffusion.sampling_config import SamplerConfig, sampler_params
 from clover_jax.env import Env
 from clover_jax.model.transformer import param_specs, unstack

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from clover_jax.diffusion import sampler
-from clover_jax.diffusion.sampler import Loop, Rules
+from clover_jax.diffusion.decode_state import Rules
+from clover_jax.diffusion.sampler import Loop
 from clover_jax.diffusion.sampling_config import RampConfig, SamplerConfig, sampler_params
 from tests.helpers.compilation import unoptimised
 from tests.helpers.scripted import Ids, generate_numpy, gumbel_noise, script
