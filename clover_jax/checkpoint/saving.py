@@ -55,7 +55,7 @@ class SaveReport:
     """What was written."""
 
     folder: Path
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # none in a process of a job that is not its first
     tensors: int
     nbytes: int
 
@@ -123,7 +123,7 @@ def save(
         for piece in whole
         for part in (per_expert(piece) if routed(piece) else [piece])
     ]
-    folder = Path(folder)
+    folder, files = Path(folder), ()
     shared = any(not is_here(leaf) for leaf in leaves.values())
     with first_process_first() if shared else contextlib.nullcontext(True) as writes:
         if writes:

@@ -31,14 +31,21 @@ def post(url: str, body: dict[str, Any], *, seconds: float, attempts: int = 1) -
 
     Raises:
         RefusedError: the server answers with an error status.
-        CloverError: the server cannot be asked, or what it answers is no JSON.
+        CloverError: the server cannot be asked, what it answers is no JSON, or the key cannot be
+            sent.
     """
+    key = os.environ.get(KEY_VARIABLE, "")
+    if not (key.isascii() and (key.isprintable() or not key)):
+        raise CloverError(
+            f"{KEY_VARIABLE} holds a character that no header can (a line's end, perhaps): "
+            "expected printable ASCII"
+        )
     for attempt in range(attempts):
         last = attempt == attempts - 1
         try:
-            return _post_once(url, body, seconds)
+            return _post_once(url, body, seconds, key)
         except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")[:SHOWN]
+            text = _body(error)
             if last or error.code not in _AGAIN:
                 raise RefusedError(f"status {error.code}: {text}") from None
         except (OSError, ValueError, http.client.HTTPException) as error:
@@ -52,8 +59,15 @@ def post(url: str, body: dict[str, Any], *, seconds: float, attempts: int = 1) -
     raise CloverError(f"attempts is {attempts}: expected at least 1")
 
 
-def _post_once(url: str, body: dict[str, Any], seconds: float) -> Any:
-    key = os.environ.get(KEY_VARIABLE)
+def _body(error: urllib.error.HTTPError) -> str:
+    """The start of what an error says, if it can be read."""
+    try:
+        return error.read().decode(errors="replace")[:SHOWN]
+    except (OSError, http.client.HTTPException):
+        return "(the connection ended before its text did)"
+
+
+def _post_once(url: str, body: dict[str, Any], seconds: float, key: str) -> Any:
     headers = {"Content-Type": "application/json"}
     if key:
         headers["Authorization"] = f"Bearer {key}"

@@ -1,5 +1,6 @@
 """Saving: whole or not at all, never over what is not a checkpoint."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,14 @@ def test_other_files_come_along(tmp_path: Path):
     with pytest.raises(CloverError, match="none is not a folder"):
         save(tmp_path / "out2", CFG, random_params(CFG), files_from=tmp_path / "none")
     assert not (tmp_path / "out2").exists()
+
+
+def test_other_processes_of_a_job_write_nothing_and_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """They take part in gathering the weights; the first process writes."""
+    monkeypatch.setattr(saving, "is_here", lambda _: False)
+    monkeypatch.setattr(saving, "first_process_first", lambda: contextlib.nullcontext(False))
+    report = save(tmp_path / "model", CFG, random_params(CFG))
+    assert report.files == () and report.tensors > 0
+    assert not (tmp_path / "model").exists()

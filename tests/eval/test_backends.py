@@ -12,7 +12,7 @@ from clover_jax.diffusion.generate import Generator, Request
 from clover_jax.diffusion.sampling_config import SamplerConfig
 from clover_jax.env import Env
 from clover_jax.errors import CloverError
-from clover_jax.eval import backends
+from clover_jax.eval import backends, openai_api
 from clover_jax.eval.backends import endpoint_backend, local_backend
 from clover_jax.eval.harness import Problem, Question, Task
 from tests.diffusion.test_generate import CFG, params, tokenizer
@@ -194,3 +194,10 @@ def test_servers_that_are_busy_refuse_or_talk_nonsense(serve, monkeypatch):
     with pytest.raises(CloverError, match="cannot be asked"):
         endpoint_backend("http://127.0.0.1:9/v1,attempts=2", None).answer(QUESTIONS[:1])
     assert waited[2:] == [1]
+
+
+def test_a_key_that_no_header_can_hold_is_not_shown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(openai_api.KEY_VARIABLE, "sk-SECRET\r")
+    with pytest.raises(CloverError, match="no header can") as raised:
+        openai_api.post("http://localhost:9/v1/completions", {}, seconds=1.0, attempts=1)
+    assert "SECRET" not in str(raised.value)
