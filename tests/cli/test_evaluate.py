@@ -84,7 +84,7 @@ def test_the_quick_suite(model: Path, clover: Clover, tmp_path: Path):
                  "--max-tokens", 12, "--oracle", 1, "--out", tmp_path)  # fmt: skip
     ran = clover(*arguments)
     assert ran.status == 0, ran.err
-    assert "| block:threshold=0.5 | 20 |" in ran.out and "Oracle" in ran.out
+    assert "| block:close=unsure | 20 |" in ran.out and "Oracle" in ran.out
     assert clover(*arguments).out == ran.out  # all of it from the folder, times included
 
 
