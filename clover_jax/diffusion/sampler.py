@@ -215,13 +215,9 @@ def decode_step(
     )
     unsure = ~(masked & open_positions & (confidence > sampling.threshold[:, None])).any(-1)
     known = first_position(masked)
-    match loop.close:
-        case "resolved":
-            unsure = jnp.zeros_like(unsure)
-        case "unsure":
-            unsure = unsure & running & ~error & (known > 0)
-        case "verified":
-            unsure = unsure & running & ~error
+    # A block that is verified needs no known start: its guesses are drafts, too.
+    ends = {"resolved": jnp.zeros_like(unsure), "unsure": known > 0, "verified": running}
+    unsure = unsure & running & ~error & ends[loop.close]
     reveal = reveal & ~unsure[:, None]
     reveal = reveal & ~later_closes(reveal, guess, indices.thinking, rules.think_close)
     canvas = Canvas(
